@@ -145,7 +145,6 @@ def audit(
     Exit codes: 0 if no finding is at or above --fail-on, 1 if one is, 2 if something could not be audited.
     """
     from oomfix.audit import Auditor
-    from oomfix.baseline import BaselineError
     from oomfix.config import Configuration, Flags
     from oomfix.pipeline import Pipeline
     from oomfix.progress import Progress
@@ -166,14 +165,11 @@ def audit(
         stdin_name=stdin_filename,
         progress=progress.show,
     )
-    try:
-        with progress:
-            report = pipeline.audit(paths or (os.curdir,))
-        if write_baseline:
-            _write_baseline(write_baseline, report)
-    except BaselineError as error:
-        raise Failure(f"{error.path}: {error}") from None
-    if not write_baseline:
+    with progress:
+        report = pipeline.audit(paths or (os.curdir,))
+    if write_baseline:
+        _write_baseline(write_baseline, report)
+    else:
         write(lambda stream: _render(report, form, statistics, stream))
     if form in ("rich", "concise"):
         for path, message in report.errors():
@@ -222,7 +218,8 @@ def rules(form: str) -> None:
 
 
 @main.command(short_help="List the memory presets.")
-def presets() -> None:
+@click.pass_context
+def presets(ctx: click.Context) -> None:
     """List the memory presets: what a card of each class can hold, and the policies that go with it.
 
     Capacity is what such a card shows, and budget what tensors may take of it. A batch that does not fit is first
@@ -231,7 +228,8 @@ def presets() -> None:
 
     `auto` takes what is free on the card at hand. `off` trains as the script says, in whole batches.
 
-    Presets of your own, from [tool.oomfix.presets] in the nearest pyproject.toml, come last.
+    Presets of your own, from [tool.oomfix.presets] in the nearest pyproject.toml, come last. It exits 2 if one of them
+    is faulty.
     """
     from oomfix.config import Configuration, Flags
     from oomfix.presets import table
@@ -241,6 +239,7 @@ def presets() -> None:
     write(lambda stream: write_table(table(own), stream))
     for path, message in configuration.problems:
         tell(path, message)
+    ctx.exit(2 if configuration.problems else 0)
 
 
 def _read_stdin() -> bytes:
@@ -301,7 +300,10 @@ def _render_statistics(report: Report, form: str, stream: TextIO) -> None:
 
 
 def _write_baseline(path: str, report: Report) -> None:
-    from oomfix.baseline import write_baseline
+    from oomfix.baseline import BaselineError, write_baseline
 
-    count = write_baseline(path, report.findings())
+    try:
+        count = write_baseline(path, report.findings())
+    except BaselineError as error:
+        raise Failure(f"{error.path}: {error}") from None
     click.echo(f"{path}: {counted(count, 'finding')} written as known", err=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from oomfix.audit import Auditor, Selection, TorchVersion
-from oomfix.baseline import Baseline, BaselineError
 from oomfix.cache import Cache, cache_folder, tool_version
 from oomfix.config import Configuration, Settings
 from oomfix.discovery import Discovery
@@ -14,6 +14,9 @@ from oomfix.report import AuditedFile, Report
 from oomfix.results import FileReport, Located
 from oomfix.rules.base import Severity
 from oomfix.runner import Job, run
+
+if TYPE_CHECKING:
+    from oomfix.baseline import Baseline
 
 STDIN = "-"
 
@@ -113,6 +116,9 @@ class Pipeline:
         if path is None:
             return None
         if path not in self._baselines:
+            # imported here: most runs have no baseline
+            from oomfix.baseline import Baseline, BaselineError
+
             try:
                 self._baselines[path] = Baseline(path)
             except BaselineError as error:

@@ -206,7 +206,8 @@ def _summary(report: Report) -> Iterator[Line]:
     if paths := _fixed_by_apply(report):
         # a command is never broken, so that it can be copied
         yield [Span(f"`oomfix apply --preset 16gb --diff {paths}`"), Span(" shows what it would change")]
-    worst = min(report.findings(), key=lambda found: SEVERITIES.index(found[1].severity))[1].code
+    # of equally severe findings, what leaks memory comes first: codes are in that order
+    _, worst = min((SEVERITIES.index(finding.severity), finding.code) for _, finding in report.findings())
     yield [Span(f"`oomfix explain {worst}`"), Span(" says why")]
 
 

@@ -211,6 +211,13 @@ def test_a_removed_statement_and_a_long_fix_are_told():
     assert "fix:" not in plain(report(located(fix="runtime", changes=(), fixed=())))
 
 
+def test_the_summary_explains_what_leaks_memory_ahead_of_what_is_as_severe():
+    found = [located(code="OOM401"), located(code="OOM201")]
+    assert plain(report(*found)).splitlines()[-1] == "`oomfix explain OOM201` says why"
+    found.append(located(code="OOM303", severity="error"))
+    assert plain(report(*found)).splitlines()[-1] == "`oomfix explain OOM303` says why"
+
+
 def test_the_summary_counts():
     files = [
         AuditedFile("a.py", [located(severity="error", code="OOM101"), located(), located(fix=None)], [{}]),

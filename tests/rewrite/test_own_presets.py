@@ -126,3 +126,4 @@ def test_they_are_listed_behind_the_others(tmp_path, monkeypatch):
     done = RUN.invoke(main, ["presets"])
     assert "pyproject.toml: [tool.oomfix] presets: mine: clip_norm: got -1" in done.stderr
     assert "mine" not in done.stdout
+    assert done.exit_code == 2

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from oomfix.script.facts.loss_terms import additive_terms, called_terms
 from oomfix.script.facts.named_like import (
     abbreviates_loss,
-    is_loss_not_weight,
     looks_like_loss,
     looks_like_metric,
     looks_like_module,
@@ -293,7 +293,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         if called == "isinstance" and len(node.args) == 2 and _are_optimizers(node.args[1]):
             hints.optimizers.add(path_of(node.args[0]) or "")
         if looks_like_scaler(called) and not last_of(called)[:1].isupper() and len(node.args) > 1:
-            _note_backwarded(_additive_terms(node.args[0]), scope, node.lineno, hints)
+            _note_backwarded(additive_terms(node.args[0]), scope, node.lineno, hints)
     if not isinstance(node.func, ast.Attribute):
         return
     method = node.func.attr
@@ -304,7 +304,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
             hints.leaves.add(receiver)
     if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
-        _note_backwarded(_additive_terms(root), scope, node.lineno, hints)
+        _note_backwarded(additive_terms(root), scope, node.lineno, hints)
     elif receiver is not None and method == "__call__":
         hints.called.add(receiver)
     elif receiver is not None and (method in _MODULE_METHODS or (method in _OF_RECURRENT and receiver != "self")):
@@ -394,47 +394,6 @@ def _is_tensor_backward(node: ast.Call) -> bool:
     return receiver is not None and looks_like_loss(receiver)
 
 
-def _additive_terms(node: ast.expr) -> list[str]:
-    """The paths that are summed (weighted or not) into an expression, through method calls such as `.mean()`."""
-    path = path_of(node)
-    if path is not None:
-        return [path]
-    if isinstance(node, ast.BinOp):
-        if isinstance(node.op, ast.Add | ast.Sub):
-            return _additive_terms(node.left) + _additive_terms(node.right)
-        if isinstance(node.op, ast.Div):
-            return _additive_terms(node.left)
-        # Of a product, the weight is a setting: only what says that it is a loss, or stands beside a literal, is one.
-        weighted = [
-            side
-            for side, other in ((node.left, node.right), (node.right, node.left))
-            if isinstance(other, ast.Constant) or is_loss_not_weight(path_of(side) or "")
-        ]
-        return [term for side in weighted for term in _additive_terms(side)]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr == "scale" and node.args:
-            return _additive_terms(node.args[0])
-        if node.func.attr in ("mean", "sum", "float", "squeeze"):
-            return _additive_terms(node.func.value)
-    if isinstance(node, ast.UnaryOp):
-        return _additive_terms(node.operand)
-    return []
-
-
-def _called_terms(node: ast.expr, loss: str) -> Iterator[str]:
-    """What is called for a loss or a term of it: `bound` in `-bound(x)`, `net.loss` in `0.1 * net.loss(x) + other`."""
-    match node:
-        case ast.Call(func, arguments):  # `loss = scalar(loss)` may stand behind the backward
-            if (path := path_of(func)) is not None and loss not in map(path_of, arguments):
-                yield path
-        case ast.UnaryOp(_, operand):
-            yield from _called_terms(operand, loss)
-        case ast.BinOp(left, ast.Add() | ast.Sub(), right):
-            yield from (*_called_terms(left, loss), *_called_terms(right, loss))
-        case ast.BinOp(ast.Constant() | ast.Name() | ast.Attribute(), ast.Mult(), ast.Call() as term):
-            yield from (path for path in _called_terms(term, loss) if is_loss_not_weight(path))
-
-
 def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -> None:
     """Follow backpropagated names to the terms they are summed from and to the helpers that returned them."""
     for _ in range(3):
@@ -443,7 +402,7 @@ def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -
             path = path_of(target)
             if path is not None and (whole := scoped(path, scope)) in hints.backwarded:
                 if isinstance(value, ast.BinOp | ast.UnaryOp):
-                    _note_backwarded(_additive_terms(value), scope, hints.last_backward.get(whole), hints)
+                    _note_backwarded(additive_terms(value), scope, hints.last_backward.get(whole), hints)
         if len(hints.backwarded) == before:
             break
     hints.backwarded |= {
@@ -456,5 +415,5 @@ def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -
         for index, single in enumerate(target.elts if isinstance(target, ast.Tuple | ast.List) else [target]):
             path = path_of(single)
             if path is not None and scoped(path, scope) in hints.backwarded:
-                for callee in _called_terms(value, path):
+                for callee in called_terms(value, path):
                     hints.graph_callees.setdefault(callee, set()).add(index if several else None)
