@@ -26,6 +26,7 @@ from oomfix.script.facts.named_like import looks_like_forward, looks_like_module
         "pretrained_model",
         "finetuned_net",
         *("actorCritic", "valueNetwork", "targetActor", "imageEncoder"),
+        *("loader.encoder", "model_loader.encoder"),
     ],
 )
 def test_networks_are_known_by_their_names(name):
@@ -47,6 +48,8 @@ def test_networks_are_known_by_their_names(name):
         *("factor", "tractor"),
         *("meta_test_generator", "task_gen"),
         "table.head",
+        # what the data came with
+        *("val_loader.encoder", "self.train_dataset.encoder", "dataloader.generator"),
     ],
 )
 def test_what_is_done_with_a_network_or_named_otherwise_is_none(name):
@@ -68,11 +71,13 @@ def test_those_that_prepare_or_read_results_are_not(name):
     [
         ("self.loss.generator(out)", []),
         ("self.converter.encoder(y)", []),
+        ("self.train_loader.encoder(y)", []),
+        ("self.dataset.generator(y)", []),
         ("self.parts.generator(out)", ["OOM202"]),
         ("self.parts.encoder(y)", ["OOM202"]),
     ],
 )
-def test_what_a_loss_or_a_converter_does_for_a_network_is_none(report, called, found):
+def test_what_a_loss_a_converter_or_a_loader_does_for_a_network_is_none(report, called, found):
     code = f"""
         import torch
         from parts import Net, Parts

@@ -92,6 +92,7 @@ _NO_NETWORK_NAME = re.compile(
     re.IGNORECASE,
 )
 _CONVERTER = re.compile(r"(^|_)(convert(er)?|codec|tokeni[sz]er|vocab|alphabet)$", re.IGNORECASE)
+_DATA = re.compile(r"(^|_)(data|train(ing)?|val|valid(ation)?|test|eval)_?(loader|set)$", re.IGNORECASE)
 _LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
 _NETWORK_WITH_LOSS = re.compile(r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$", re.IGNORECASE)
 _LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc|(ms_?)?ssim)$", re.IGNORECASE)
@@ -124,7 +125,7 @@ def looks_like_module(name: str) -> bool:
     if looks_like_loss(last) or _VERB.match(last.lstrip("_")) or _NO_NETWORK_NAME.match(last.lstrip("_")):
         return False
     holder = _last(name.rpartition(".")[0])
-    if looks_like_loss(holder) or _CONVERTER.search(holder):
+    if looks_like_loss(holder) or _CONVERTER.search(holder) or _DATA.search(holder):
         return False  # `loss.generator(validity)` and `converter.encoder(text)` are named after what they are for
     if _LETTER_MODULE_NAME.match(last) or is_average_of_network(last):
         return True
