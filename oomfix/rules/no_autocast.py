@@ -22,6 +22,7 @@ class NoAutocast(Rule):
     - a framework (Accelerate, Fabric, DeepSpeed, apex) decides the precision;
     - the loss is scaled although there is no autocast in the file: the network may have it;
     - nothing in the file mentions a GPU, unless other files make the networks and decide where they run;
+    - the forward is on the side of `if torch.cuda.is_available()` for no GPU;
     - the forward is passed to `memory.forward_backward`, which brings autocast along.
 
     Fix: `oomfix.runtime`, which uses bf16 where the card has it, and otherwise fp16 with a gradient scaler.
@@ -47,6 +48,7 @@ class NoAutocast(Rule):
             if forward.site.autocast is None
             and script.is_forward_of_network(forward)
             and not precision.has_autocast_alternative(forward)
+            and not precision.runs_without_gpu(forward)
         ]
         for forward in script.distinct(bare):
             yield self.finding(
@@ -75,6 +77,23 @@ def train(model, loader, optimizer):
         optimizer.step()
 """,
             (4,),
+        ),
+        Invalid(
+            """
+import torch
+use_cuda = torch.cuda.is_available()
+for x, y in loader:
+    if use_cuda and args.big:
+        out = model(x.cuda())
+    elif use_cuda:
+        out = model(x.cuda(), 2)
+    else:
+        out = model(x)
+    loss = criterion(out, y)
+    loss.backward()
+    optimizer.step()
+""",
+            (6, 8),
         ),
     ]
     VALID = [

@@ -17,6 +17,7 @@ from oomfix.script.syntax.nodes import walk
 
 if TYPE_CHECKING:
     from oomfix.script.analyses.switches import Switches
+    from oomfix.script.analyses.without_gpu import WithoutGpu
     from oomfix.source import Source
 
 _HALF = re.compile(
@@ -106,6 +107,17 @@ class Precision:
             and self._switches.outcome(guard.test) is not guard.value
             for guard in forward.site.guards
         )
+
+    def runs_without_gpu(self, forward: Forward) -> bool:
+        """Whether a forward is only run where there is no GPU, whose autocast it could take."""
+        return bool(forward.site.scopes) and self._without_gpu.leads_to(forward.site)
+
+    @cached_property
+    def _without_gpu(self) -> WithoutGpu:
+        # few scripts come to this question, and every module is a third of a millisecond of each run
+        from oomfix.script.analyses.without_gpu import WithoutGpu
+
+        return WithoutGpu(self._imports)
 
     @cached_property
     def _switches(self) -> Switches:
