@@ -97,6 +97,24 @@ def test_what_a_loss_a_converter_or_a_loader_does_for_a_network_is_none(report, 
     assert [code for code, _ in report(code)] == found
 
 
+@pytest.mark.parametrize(("targets", "found"), [("action, log_prob", ["OOM202"]), ("action, bounds", [])])
+def test_a_method_that_gives_a_log_probability_runs_its_network(report, targets, found):
+    code = f"""
+        import torch
+        from nets import Policy
+
+        policy = Policy().cuda()
+        optimizer = torch.optim.Adam(policy.parameters())
+        for state, wanted in memory:
+            {targets} = policy.get_action(state.cuda())
+            loss = torch.mean(-({targets.split(", ")[1]}) * wanted)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+    """
+    assert [code for code, _ in report(code)] == found
+
+
 @pytest.mark.parametrize(("method", "found"), [("get_current_q_values", ["OOM202"]), ("get_batch_of_numbers", [])])
 def test_a_method_that_gives_q_values_runs_its_network(report, method, found):
     code = f"""

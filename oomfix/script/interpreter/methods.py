@@ -9,6 +9,7 @@ from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.named_like import (
     gives_gradients,
     is_letter_of_part,
+    is_likelihood,
     looks_like_detaching,
     looks_like_discriminator,
     looks_like_forward,
@@ -50,7 +51,7 @@ class Methods(Unseen):
             return NULL
         values = given.all
         content = combine(values)
-        computes = looks_like_forward(name) and bool(values)
+        computes = (looks_like_forward(name) or self._gives_likelihood(node)) and bool(values)
         if name == "init_hidden" or (name.startswith("get_") and not content.graph and not computes):
             return UNKNOWN
         if torch_facts.runs_nothing(name) or (gives_gradients(name) and not values):
@@ -93,6 +94,14 @@ class Methods(Unseen):
             return False
         gave = [forward.path for forward in self.trace.forwards_of(content.origins)]
         return bool(gave) and not any(f"{path}.".startswith(f"{holder}.") for path in gave)
+
+    def _gives_likelihood(self, node: ast.Call) -> bool:
+        """`action, log_prob = policy.get_action(state)`."""
+        statement = self.statement
+        if not isinstance(statement, ast.Assign) or statement.value is not node:
+            return False
+        parts = (part for target in statement.targets if isinstance(target, ast.Tuple) for part in target.elts)
+        return any(is_likelihood(last_of(path_of(part))) for part in parts)
 
     def _is_shown_to_run(self, name: str) -> bool:
         """`model.predict(x)`, where all methods of this name are networks' own in sight, and switch no gradients."""
