@@ -115,6 +115,30 @@ def test_a_method_that_gives_a_log_probability_runs_its_network(report, targets,
     assert [code for code, _ in report(code)] == found
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("loss = model.train(batch.cuda())", ["OOM202"]),
+        ("loss = model.eval(batch.cuda())", ["OOM202"]),
+        ("loss = criterion(model.train(True), batch)", []),
+    ],
+)
+def test_a_loss_may_come_from_a_method_that_is_named_like_the_mode(report, line, found):
+    code = f"""
+        import torch
+        from nets import Ranker
+
+        model = Ranker().to("cuda:0")
+        optimizer = torch.optim.Adam(model.parameters())
+        for batch in batches:
+            {line}
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+    """
+    assert [code for code, _ in report(code)] == found
+
+
 @pytest.mark.parametrize(("method", "found"), [("get_current_q_values", ["OOM202"]), ("get_batch_of_numbers", [])])
 def test_a_method_that_gives_q_values_runs_its_network(report, method, found):
     code = f"""

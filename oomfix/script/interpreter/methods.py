@@ -45,7 +45,7 @@ class Methods(Unseen):
             if method is None and self._adds_noise(node):
                 return self.computed(combine(given.all))
             return self.forward(node, receiver, path_of(node.func.value), given, method=method)
-        if name in SAME_MODULE or name == "clone":
+        if (name in SAME_MODULE and not self.is_of_its_own(node.func)) or name == "clone":
             return receiver
         if name in ("no_sync", "join"):
             return NULL

@@ -9,7 +9,7 @@ from oomfix.script.facts.named_like import looks_like_module, looks_like_part
 from oomfix.script.facts.values import LOADED, Graph, Kind, Value
 from oomfix.script.interpreter.functions import Functions
 from oomfix.script.interpreter.state import Layer
-from oomfix.script.syntax.names import path_of, path_of_each
+from oomfix.script.syntax.names import last_of, path_of, path_of_each
 from oomfix.script.syntax.nodes import only_argument
 
 _OF_THE_WHOLE = frozenset(
@@ -153,12 +153,19 @@ class Networks(Functions):
             return module.ref.number
         return path if module.ref is None or module.ref == LOADED.ref else module.ref
 
+    def is_of_its_own(self, called: ast.expr) -> bool:
+        """`loss = net.train(batch)`, which is backpropagated: a method of its own under the name of one of torch's."""
+        path = path_of(called)
+        return last_of(path) in ("train", "eval") and path in self.hints.graph_callees
+
     def _mode(self, node: ast.Call, function: ast.Attribute) -> Value | None:
         receiver = self.evaluate(function.value)
         path = path_of_each(function.value)
         if isinstance(receiver.ref, Instance) and receiver.ref.cls.find(function.attr) is not None:
             return None
         if receiver.kind not in (Kind.MODULE, Kind.UNKNOWN, Kind.INSTANCE) or len(node.args) > 1:
+            return None
+        if self.is_of_its_own(function):
             return None
         evaluating = function.attr == "eval"
         if node.args:
