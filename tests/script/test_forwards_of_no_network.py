@@ -123,3 +123,30 @@ def test_a_metric_that_is_moved_to_a_device_is_no_network(report, name):
 @pytest.mark.parametrize("name", ["similarity", "geometric_branch", "reparameterizer"])
 def test_anything_else_that_is_moved_and_called_is_one(report, name):
     assert report(MEASURED.format(name=name)) == [("OOM201", 8)]
+
+
+COUNTING = """
+    import torch
+    from torch import nn
+
+    class OfMembers(nn.Module):
+        def __init__(self, {count}):
+            super().__init__()
+            self.{count} = {count}
+
+        def forward(self, outputs, y):
+            parts = torch.chunk(outputs, self.{count}, dim=-1)
+            return sum(nn.functional.nll_loss(part.log(), y) for part in parts) / self.{count}
+
+    def test(net, loader):
+        net.eval()
+        for x, y in loader:
+            with torch.no_grad():
+                outputs = net(x.cuda())
+            print(OfMembers(3)(outputs, y).item())
+"""
+
+
+@pytest.mark.parametrize(("count", "found"), [("num_models", []), ("n_members", []), ("model", [("OOM201", 18)])])
+def test_a_module_that_holds_a_number_of_networks_alone_is_none(report, count, found):
+    assert report(COUNTING.format(count=count)) == found

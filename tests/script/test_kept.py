@@ -1283,3 +1283,38 @@ def test_a_term_of_a_loss_that_is_bound_anew_with_it_holds_no_graph(report):
                 kept.append({"loss": loss, "first": first})
     """
     assert kept(report(code)) == []
+
+
+LAYERS = """
+    import torch
+
+    class Extractor:
+        def __init__(self, net, wanted):
+            self.net, self.wanted = net, wanted
+            self.net.eval()
+
+        def __call__(self, x):
+            maps = []
+            for name, layer in self.net.features._modules.items():
+                {run}
+                if name in self.wanted:
+                    maps.append(x)
+            return maps
+
+    def show(net, x):
+        print(len(Extractor(net, "34")(x)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("run", "found"),
+    [
+        ("x = layer(x)", []),
+        ("x = layer(x, name)", []),
+        ("x = layer(self.image)", [("OOM102", 13)]),
+        ("x = self.net(x)", [("OOM102", 13)]),
+        ("x, y = layer(self.image + 1)", [("OOM102", 13)]),
+    ],
+)
+def test_what_the_layers_of_one_forward_hand_on_is_one_graph(report, run, found):
+    assert kept(report(LAYERS.format(run=run))) == found

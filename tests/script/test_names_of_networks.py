@@ -50,6 +50,8 @@ def test_networks_are_known_by_their_names(name):
         "table.head",
         # what the data came with
         *("val_loader.encoder", "self.train_dataset.encoder", "dataloader.generator"),
+        # how many there are
+        *("self.num_models", "nb_networks", "n_critics"),
     ],
 )
 def test_what_is_done_with_a_network_or_named_otherwise_is_none(name):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from oomfix.script.syntax.names import last_name, path_of
-from oomfix.script.syntax.nodes import Nodes
+from oomfix.script.syntax.nodes import Nodes, names_in
 from oomfix.script.syntax.parameters import bind_call, defaults_of, named_parameters
 
 
@@ -33,7 +33,7 @@ def all_are_given(nodes: Nodes, is_device: Callable[[str], bool], is_fitting: Ca
     """
     takers = list(_takers(nodes, is_device))
     parameters = {taker.device.arg for taker in takers}
-    passed = parameters | _kept(nodes, parameters, is_fitting)
+    passed = (parameters - _chosen_here(nodes, parameters, is_fitting)) | _kept(nodes, parameters, is_fitting)
 
     def fits(value: ast.expr | None) -> bool:
         return value is not None and (is_fitting(value) or path_of(value) in passed)
@@ -72,6 +72,17 @@ def _kept(nodes: Nodes, parameters: set[str], is_fitting: Callable[[ast.expr], b
         path
         for path, values in assigned.items()
         if all(path_of(value) in parameters or is_fitting(value) for value in values)
+    }
+
+
+def _chosen_here(nodes: Nodes, parameters: set[str], is_fitting: Callable[[ast.expr], bool]) -> set[str]:
+    """`device` of `device = config["device"]`, where other functions take theirs under the same name."""
+    return {
+        target.id
+        for node in nodes.of(ast.Assign)
+        if not (is_fitting(node.value) or names_in(node.value) & parameters)
+        for target in node.targets
+        if isinstance(target, ast.Name)
     }
 
 

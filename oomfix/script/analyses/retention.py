@@ -32,7 +32,7 @@ def kept_graphs(trace: Trace, training_runs: set[int], evaluation_forwards: list
     for keep in trace.keeps.values():
         if keep.manner == "add" and _goes_in_again(keep, trace):
             continue
-        if not keep.certain or keep.node in seen or _fills_a_sequence(keep, trace) or _is_given_to_another(keep, trace):
+        if not keep.certain or keep.node in seen or _is_part_of_one(keep, trace) or _is_given_to_another(keep, trace):
             continue
         grows = (
             _grows_by_iteration(keep, trace, training_runs, evaluated, backwards_of)
@@ -171,6 +171,23 @@ def _is_given_to_another(keep: Keep, trace: Trace) -> bool:
         for argument in forward.given
         for part in walk(argument)
         if isinstance(part, ast.expr)
+    )
+
+
+def _is_part_of_one(keep: Keep, trace: Trace) -> bool:
+    """Whether what is kept is a part of one graph, that of all rounds of its loop."""
+    return _fills_a_sequence(keep, trace) or (len(keep.crossed) == 1 and _runs_layer_by_layer(keep.crossed[0]))
+
+
+def _runs_layer_by_layer(loop: Loop) -> bool:
+    """`for layer in net.children(): x = layer(x)`: every round goes on with what the one before has made."""
+    layers = _taken_by(loop)
+    return any(
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and path_of(node.value.func) in layers
+        and not {*map(path_of, node.targets)}.isdisjoint({*map(path_of, node.value.args)} - {None})
+        for node in walk(loop)
     )
 
 

@@ -88,6 +88,7 @@ _VERB = re.compile(
 _NO_NETWORK_NAME = re.compile(
     r"early_?stop|tokeni[sz]er|spacy|(one_?hot|label|ordinal)_?encoder$|(batch|data|label|target)_?extractor$|"
     r"(\w+_)?(batch|data|task|episode|train|test|valid|val)_?(generator|gen)$|"
+    r"(num|nb)_\w+$|n_\w+s$|"
     r"(ewc|ema|ece|eer|emd|elbo|dcg|gae|dct|dft|dwt|dtw|elu|gelu|glu|critical)$",
     re.IGNORECASE,
 )

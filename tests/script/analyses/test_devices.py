@@ -484,3 +484,27 @@ HELD = """
 )
 def test_what_each_of_two_objects_keeps_and_one_gives_the_other_is_the_processor(read, own, taken, given, cuda):
     assert read(HELD.format(own=own, taken=taken, given=given)).devices.may_be_cuda is cuda
+
+
+@pytest.mark.parametrize(
+    ("chosen", "cuda"),
+    [
+        ("config['device']", True),
+        ("choose()", True),
+        ("'cpu'", False),
+        ("torch.device('cpu')", False),
+    ],
+)
+def test_what_a_function_calls_a_device_and_hands_on_is_what_it_took_it_from(read, chosen, cuda):
+    code = f"""
+        import torch
+
+        def update(net, x, y, device):
+            criterion(net(x.to(device)), y).backward()
+
+        def train(net, loader, config):
+            device = {chosen}
+            for x, y in loader:
+                update(net, x, y, device)
+    """
+    assert read(code).devices.may_be_cuda is cuda
