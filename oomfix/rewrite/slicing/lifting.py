@@ -210,20 +210,24 @@ class Lifting:
     def _call(self, lift: Lift, method: str, margin: str) -> list[str]:
         """The call of the slice's function, by a method of the manager or, for "", as any other."""
         given = [self._given(name, lift.given_if.get(name)) for name in lift.inputs]
-        if not method:
-            return self._broken(f"{margin}{self._targets(lift)}{self._function}(", given, ")")
         # one sample: never cut, since it keeps state or is one sequence
         size = ["batch_size=1"] if lift.state is not None or lift.one_sample is not None else []
-        return self._broken(f"{margin}{self._targets(lift)}{method}(", [self._function, *given, *size], ")")
+        called, arguments = (method, [self._function, *given, *size]) if method else (self._function, given)
+        targets = self._targets(lift)
+        start = f"{margin}{', '.join(targets)} = " if targets else margin
+        above: list[str] = []
+        if len(targets) > 1 and len(f"{start}{called}(") > self._layout.longest_line:
+            above, start = [f"{margin}(", *self._filled(margin, targets)], f"{margin}) = "
+        return [*above, *self._broken(f"{start}{called}(", arguments, ")")]
 
-    def _targets(self, lift: Lift) -> str:
-        """`loss, out = ` as far as they are read later."""
+    def _targets(self, lift: Lift) -> list[str]:
+        """`loss, out` as far as they are read later."""
         loss = lift.loss if lift.loss_is_read else None
         if not lift.outputs:
-            return f"{loss} = " if loss else ""
+            return [loss] if loss else []
         unread = (lift.loss or self._unread) if lift.underscore_is_taken else "_"
         names = [self._names.one_of(f"its_{name}") if name in lift.bound_if else name for name in lift.outputs]
-        return f"{', '.join([loss or unread, *names])} = "
+        return [loss or unread, *names]
 
     def _bound_under_tests(self, lift: Lift, margin: str) -> list[str]:
         """What binds the outputs that are bound under tests alone, as the slice did: on other ways they stay."""
@@ -249,6 +253,10 @@ class Lifting:
         if not items or len(start + inside + end) <= self._layout.longest_line:
             return [start + inside + end]
         margin = start[: len(start) - len(start.lstrip())]
+        return [start, *self._filled(margin, items), f"{margin}{end}"]
+
+    def _filled(self, margin: str, items: list[str]) -> list[str]:
+        """The lines between brackets that stand at a margin, each as full as may be."""
         inner = margin + self._layout.unit
         filled = [inner + items[0]]
         for item in items[1:]:
@@ -257,7 +265,7 @@ class Lifting:
             else:
                 filled[-1] += ","
                 filled.append(inner + item)
-        return [start, *filled, f"{margin}{end}"]
+        return filled
 
 
 class _Text:

@@ -79,18 +79,20 @@ def prepare_edits(reading: Reading, manager: str, trained: list[Forward]) -> lis
         if given.path in paths:
             chosen.setdefault(given, []).append(statement)
     makers = {statement for statement, _ in made}
-    edits: list[Edit] = []
+    calls: dict[ast.stmt, list[str]] = {}
     for place, statements in chosen.items():
         for made_of_it in _ahead_of(place, statements, blocks):
             statement = _first_of_makers(made_of_it, place, makers, blocks)
-            edits += _ahead_of_line(
-                reading.layout, blocks.block_of(statement), statement, f"{manager}.prepare({place.path})"
-            )
-    return edits
+            calls.setdefault(statement, []).append(f"{manager}.prepare({place.path})")
+    return [
+        edit
+        for statement, ahead in calls.items()
+        for edit in _ahead_of_line(reading.layout, blocks.block_of(statement), statement, ahead)
+    ]
 
 
-def _ahead_of_line(layout: Layout, block: list[ast.stmt], statement: ast.stmt, call: str) -> Iterator[Edit]:
-    """The edit that runs a call ahead of a statement, which begins a line of its own then; none on that of an `if`."""
+def _ahead_of_line(layout: Layout, block: list[ast.stmt], statement: ast.stmt, calls: list[str]) -> Iterator[Edit]:
+    """The edit that runs calls ahead of a statement, which begins a line of its own then; none on that of an `if`."""
     source, first = layout.source, block.index(statement)
     while first and block[first - 1].end_lineno == block[first].lineno:
         first -= 1
@@ -99,11 +101,12 @@ def _ahead_of_line(layout: Layout, block: list[ast.stmt], statement: ast.stmt, c
         return
     if block[first] is statement:
         here = layout.above_comments(statement)
-        yield Edit(here, here, f"{margin}{call}{layout.newline}")
+        gap = layout.newline if layout.heads_paragraph(here) else ""
+        yield Edit(here, here, "".join(f"{margin}{call}{layout.newline}" for call in calls) + gap)
         return
     here = bounds(source, statement)[0]
-    if here - line_start(source, here) + len(call) <= layout.longest_line:
-        yield Edit(here, here, f"{call}{layout.newline}{margin}")
+    if here - line_start(source, here) + len(calls[0]) <= layout.longest_line:
+        yield Edit(here, here, "".join(f"{call}{layout.newline}{margin}" for call in calls))
 
 
 def _trained_place(given: Place, places: set[Place]) -> Place | None:

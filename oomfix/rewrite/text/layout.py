@@ -117,6 +117,11 @@ class Layout:
             line = statement.lineno
         return self.source.line_starts[line - 1]
 
+    def heads_paragraph(self, here: int) -> bool:
+        """Whether the line at an offset is a comment below a blank line."""
+        number, _ = self.source.position(here)
+        return self.source.lines[number - 1].lstrip().startswith("#") and self._is_blank(number - 1)
+
     def moved(self, lines: Lines, before: str, after: str) -> list[str]:
         """The lines with the margin `after` instead of `before`, without line ends; insides of strings stay.
 

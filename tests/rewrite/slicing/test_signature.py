@@ -144,6 +144,25 @@ def test_long_lists_of_inputs_are_broken_as_lines_of_the_file_are():
     assert max(map(len, written)) <= 120
 
 
+def test_long_lists_of_outputs_are_broken_as_lines_of_the_file_are():
+    names = [f"a_rather_long_name_{number}" for number in range(4)]
+    made = "".join(f"    {name} = model(x) + {number}\n" for number, name in enumerate(names))
+    text = assert_trains_the_same(
+        f"for x, y in loader:\n    optimizer.zero_grad()\n{made}"
+        f"    loss = F.cross_entropy({names[0]} + {names[1]}\n        + {names[2]} + {names[3]}, y)\n"
+        "    loss.backward()\n    optimizer.step()\n" + "".join(f"    print({name}.sum().item())\n" for name in names)
+    )
+    assert (
+        """
+    (
+        _, a_rather_long_name_0, a_rather_long_name_1, a_rather_long_name_2,
+        a_rather_long_name_3
+    ) = memory.forward_backward(forward, x, y)
+"""
+        in text
+    )
+
+
 def test_a_name_that_some_batches_bind_anew_is_an_input_and_an_output():
     text = assert_trains_the_same("""\
         flips = False

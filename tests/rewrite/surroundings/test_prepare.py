@@ -212,6 +212,42 @@ def test_a_comment_stays_with_its_optimizer():
 
 
 @pytest.mark.parametrize(
+    ("above", "expected"),
+    [
+        ("net = Net()\n\n# SGD\n", "net = Net()\n\nmemory.prepare(net)\n\n# SGD\n"),
+        ("net = Net()\n# SGD\n", "net = Net()\nmemory.prepare(net)\n# SGD\n"),
+        ("net = Net()\n\n", "net = Net()\n\nmemory.prepare(net)\n"),
+    ],
+)
+def test_a_paragraph_keeps_its_comment_at_its_head(above, expected):
+    """What stands between a blank line and the comment below it is a paragraph of its own."""
+    made = "opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    source = Source.from_bytes("train.py", f"import torch\n{LOOP}{above}{made}train(net, loader, opt)\n".encode())
+    assert f"\n{expected}{made}" in apply_to(source, all_rules(), Options("16gb")).text
+
+
+def test_models_of_a_paragraph_are_prepared_together():
+    loop = """
+    import torch
+    a, b = Net(), Net()
+
+    # Adam for both
+    one = torch.optim.Adam(a.parameters())
+    two = torch.optim.Adam(b.parameters())
+    for x, y in loader:
+        one.zero_grad()
+        two.zero_grad()
+        loss = criterion(b(a(x)), y)
+        loss.backward()
+        one.step()
+        two.step()
+    """
+    source = Source.from_bytes("train.py", textwrap.dedent(loop).encode())
+    text = apply_to(source, all_rules(), Options("16gb")).text
+    assert "\n\nmemory.prepare(a)\nmemory.prepare(b)\n\n# Adam for both\n" in text
+
+
+@pytest.mark.parametrize(
     "made",
     [
         "opts = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]",
