@@ -53,9 +53,9 @@ class Resets:
 
         It stays where the network, the optimizer or the loop is in another file, which may leave gradients behind or
         read them; where another one may come after it, whose parameters have gathered gradients meanwhile (stages of a
-        training); where something out of sight is given the network anywhere but between the reset and the step, as an
-        attack is that runs a backward of its own; and where an exception may skip the step and the training goes on
-        with the gradients of that batch.
+        training); where a clip or norm comes first that may use what the step leaves; where something out of sight is
+        given the network anywhere but between the reset and the step, as an attack is that runs a backward of its own;
+        and where an exception may skip the step and the training goes on with the gradients of that batch.
         """
         if not self._one_optimizer or any(isinstance(verdict.loop, StepFunction) for verdict in self._verdicts):
             return None
@@ -64,6 +64,8 @@ class Resets:
         if self._verdicts[0].kept_steps:
             return None
         if len({id(event.node) for event in self._script.backwards}) != 1 or self._gradients_are_read:
+            return None
+        if optimizer is not None and self._are_needed_first(step, optimizer):
             return None
         backward = self._blocks.statement_of(self._verdicts[0].backwards[0].node)
         block = self._blocks.block_of(step)

@@ -241,6 +241,23 @@ BY_HAND = """\
     """
 
 
+def test_gradients_whose_norm_is_taken_behind_the_training_are_left_by_its_steps():
+    """A validation that logs the norm of what the last step has left behind."""
+    text = assert_trains_the_same("""\
+        for x, y in loader * 2:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            for x, y in loader:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+                print(F.cross_entropy(model(x), y).item(), norm.item())
+        """)
+    assert "optimizer.zero_grad()" in text
+    assert "memory.step(optimizer, zero_grad=False)" in text
+
+
 @pytest.mark.parametrize("test", ["optimizer is None", "optimizer is not None"])
 @pytest.mark.parametrize("data", ["", ".data"])
 def test_gradients_that_branches_reset_by_hand_are_reset_ahead_of_the_loss(test, data):
