@@ -184,7 +184,7 @@ def test_samples_that_a_discriminator_sees_first_are_given_to_both_losses(taken)
     text = DISCRIMINATOR_FIRST.replace("{taken}", taken).replace("{again}", "critic(fake)")
     after = rewritten(text, micro_batches=3, precision="fp32")
     (loop,) = after.loops
-    said = "line 19 runs its network on whole batches: more than one loss needs what it gives"
+    said = "line 19 runs its network on whole batches: a later loss needs what it gives"
     assert (loop.rewrite, loop.notes) == ("micro-batched", (said,))
     assert "    fake = memory.forward(generator, torch.randn(len(x), 3))\n" in after.text
     assert_same_bits(run(text), run(after.text, preset="off"))

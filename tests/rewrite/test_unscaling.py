@@ -370,3 +370,31 @@ def test_what_is_stepped_on_a_backward_behind_the_loop_is_not_unscaled_in_it():
         """)
     )
     assert result.text.count("memory.unscale_(optimizer)") == result.text.count("unscale_") == 1
+
+
+def test_optimizers_that_the_script_unscales_each_under_a_test_are_left_to_it():
+    text = loop_of("""\
+        scaler = torch.amp.GradScaler("cuda")
+        head = nn.Linear(2, 2)
+        other = torch.optim.SGD(head.parameters(), lr=0.1)
+        for x, y in loader:
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = F.cross_entropy(head(model(x)), y)
+            optimizer.zero_grad()
+            other.zero_grad()
+            scaler.scale(loss).backward()
+            if first is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), first)
+            if second is not None:
+                scaler.unscale_(other)
+                nn.utils.clip_grad_norm_(head.parameters(), second)
+            scaler.step(optimizer)
+            scaler.step(other)
+            scaler.update()
+        """)
+    lines = text.splitlines()
+    assert [lines.index(line) for line in lines if "unscale_" in line] == [
+        lines.index("    if first is not None:") + 1,
+        lines.index("    if second is not None:") + 1,
+    ]

@@ -17,6 +17,7 @@ from oomfix.rewrite.text.removal import without
 from oomfix.script.facts.trace import Backward, Step
 from oomfix.script.syntax.edits import Edit, bounds
 from oomfix.script.syntax.names import path_of
+from oomfix.script.syntax.nodes import only_argument
 
 
 class InPlace:
@@ -86,7 +87,7 @@ class InPlace:
         known = self._amp.unscaled(verdict.steps)
         for step in verdict.steps:
             optimizer = _optimizer_of(step)
-            scope = self._blocks.scope_of(step.node)
+            path, scope = path_of(optimizer), self._blocks.scope_of(step.node)
             # what is stepped behind a loop may be made there, by a backward of its own
             own = [] if step in verdict.loop.later_steps else [event.node for event in verdict.backwards]
             ahead = self._ahead_in(scope, own, step.node) or self._ahead_in(scope, backwards, step.node)
@@ -99,8 +100,8 @@ class InPlace:
             passed = [_place(other) for other in others if _place(other) < _place(step.node)]
             passed = [place for place in passed if not places or place > places[0]]
             first = max([*sorted(last)[:1], *passed], default=(0, 0))
-            mine = (_place(call) for call in known if not apart(call, step.node))
-            if scope is None or any(first < place <= _place(step.node) for place in mine):
+            mine = [call for call in known if not apart(call, step.node) and _place(call) <= _place(step.node)]
+            if scope is None or any(first < _place(call) or self._is_of(call, path, places) for call in mine):
                 continue
             if not before:
                 first = _place(scope) if not isinstance(scope, ast.Module) else (0, 0)
@@ -108,8 +109,15 @@ class InPlace:
             readers = [self._first_readers(scope, place, step.node) for place in (first, max(last, default=first))]
             for reader in readers[0] or readers[1]:
                 call = f"{self._name}.unscale_({self._source.segment(optimizer)})"
-                loop = loop_over_optimizers(path_of(optimizer) or "", optimizer, reader, self._blocks)
+                loop = loop_over_optimizers(path or "", optimizer, reader, self._blocks)
                 yield self._ahead_of(reader, call, loop)
+
+    @staticmethod
+    def _is_of(call: ast.Call, path: str | None, backwards: list[tuple[int, int]]) -> bool:
+        """Whether a call of `unscale_` is given this optimizer, behind the last of the backwards at some places."""
+        given = only_argument(call)
+        is_given = path is not None and given is not None and path_of(given) == path
+        return is_given and _place(call) > max(backwards, default=(0, 0))
 
     def _ahead_of(self, statement: ast.stmt, call: str, loop: ast.For | None = None) -> Edit:
         """The edit that runs a call ahead of a statement, also of one that shares its line with what is ahead of it.

@@ -65,8 +65,6 @@ class Resets:
             return None
         if len({id(event.node) for event in self._script.backwards}) != 1 or self._gradients_are_read:
             return None
-        if optimizer is not None and self._are_needed_first(step, optimizer):
-            return None
         backward = self._blocks.statement_of(self._verdicts[0].backwards[0].node)
         block = self._blocks.block_of(step)
         if backward not in block or block.index(backward) > block.index(step):
@@ -75,6 +73,8 @@ class Resets:
         if reset is None or any(map(skips_if_diverged, block[: block.index(reset)])):
             return None
         passed = block[block.index(reset) : block.index(step)]
+        if optimizer is not None and not _all_within(self._clip_calls(step, optimizer), passed):
+            return None
         if any(leaves(other) or (reads_gradients(other) and not _clips(other)) for other in passed):
             return None
         if self._out_of_sight.comes_from_elsewhere(self._verdicts[0].loop.node):
@@ -106,15 +106,16 @@ class Resets:
                     continue
                 if self._shared.may_be_shared(optimizer, other.optimizer):
                     return True
+        clips = map(self._blocks.statement_of, self._clip_calls(step, optimizer))
+        return any(not self._is_reset_between(step, clip, (optimizer,)) for clip in clips)
+
+    def _clip_calls(self, step: ast.stmt, optimizer: str) -> Iterator[ast.Call]:
+        """What clips gradients that an optimizer may step, or takes their norm, in the scope of a step."""
         scope = self._blocks.scope_of(step)
         for node in nodes_of_scope_body(scope) if scope is not None else ():
             if isinstance(node, ast.Call) and CLIPPING.search(last_name(node)):
-                statement = self._blocks.statement_of(node)
-                if self._is_reset_between(step, statement, (optimizer,)):
-                    continue
                 if self._shared.may_be_given(optimizer, node):
-                    return True
-        return False
+                    yield node
 
     def _steps_shared(self, statement: ast.stmt, optimizer: str) -> bool:
         """Whether a statement is a step of another optimizer, which may step the same parameters."""

@@ -139,9 +139,7 @@ class _Lifter:
             raise (problem if self._reached >= max(reached, 1) else reason) from None
         # what a loop runs, that loop tells
         lines = sorted(one.lineno for one in run_ahead if not isinstance(one, ast.For | ast.AsyncFor | ast.While))
-        whole = [
-            f"line {line} runs its network on whole batches: more than one loss needs what it gives" for line in lines
-        ]
+        whole = [f"line {line} runs its network on whole batches: a later loss needs what it gives" for line in lines]
         return edits, lifted._replace(said=(*lifted.said, *whole), runs_ahead=True)
 
     def _lift_all(self, calls: list[ast.Call], outside: set[ast.stmt]) -> tuple[list[Edit], Lifted]:

@@ -39,7 +39,7 @@ def test_samples_of_a_loop_around_another_backward_are_given_to_both_losses(seen
     text = CRITIC.format(seen=seen, kept=kept, judged="fake")
     after = rewritten(text, micro_batches=3, precision="fp32")
     assert [(loop.line, loop.rewrite) for loop in after.loops] == [(11, "micro-batched"), (12, "micro-batched")]
-    whole = "line 13 runs its network on whole batches: more than one loss needs what it gives"
+    whole = "line 13 runs its network on whole batches: a later loss needs what it gives"
     assert [whole in loop.notes for loop in after.loops] == [False, True]
     assert "critic(fake.detach())" in after.text and "retain_graph" not in after.text
     assert parts_as_whole(text, after.text, after.text) == 9
