@@ -150,3 +150,41 @@ COUNTING = """
 @pytest.mark.parametrize(("count", "found"), [("num_models", []), ("n_members", []), ("model", [("OOM201", 18)])])
 def test_a_module_that_holds_a_number_of_networks_alone_is_none(report, count, found):
     assert report(COUNTING.format(count=count)) == found
+
+
+ASKED = """
+    import torch
+
+    class Run:
+        def choose(self, name):
+            judge = Judge(name)
+            return lambda out, y: judge.eval({given})["acc"]
+
+        def test(self, model, loader, judge):
+            with torch.no_grad():
+                out = torch.cat([model(x.cuda()) for x in loader])
+            print(judge(out, loader.labels).item())
+"""
+
+
+@pytest.mark.parametrize(("given", "found"), [("{'out': out, 'y': y}", []), ("out=out", []), ("", [("OOM201", 11)])])
+def test_what_is_given_something_to_evaluate_is_no_network_that_is_switched(report, given, found):
+    assert report(ASKED.format(given=given)) == found
+
+
+PREPARED = """
+    import torch
+
+    def embed(feature_extractor, model, loader):
+        model.eval()
+        for waves in loader:
+            inputs = feature_extractor(waves, {given})
+            with torch.no_grad():
+                out = model(inputs.cuda())
+            print(out.argmax(1))
+"""
+
+
+@pytest.mark.parametrize(("given", "found"), [("return_tensors='pt'", []), ("lengths=None", [("OOM201", 6)])])
+def test_what_is_asked_for_tensors_of_some_kind_is_no_network(report, given, found):
+    assert report(PREPARED.format(given=given)) == found

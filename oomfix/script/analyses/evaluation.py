@@ -19,7 +19,7 @@ from oomfix.script.analyses.windows import is_window_test
 from oomfix.script.facts.as_arrays import becomes_array
 from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.named_like import adapts_as_it_runs, looks_like_loss, looks_like_training
-from oomfix.script.facts.trace import Forward, Guard, Loop, Site, Trace
+from oomfix.script.facts.trace import Backward, Forward, Guard, Loop, Site, Trace
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import names_in, walk
 
@@ -88,7 +88,7 @@ def _is_evaluation(
         named = _is_asked_for_by_an_evaluation(forward, trace) and not acted
         # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
         given = _is_given_evaluation_data(forward) and not forward.escaped
-        return named or given or _is_only_looked_at(forward, trace)
+        return named or given or (_is_only_looked_at(forward, trace) and not _makes_kept_losses(forward, trace))
     if forward.evaluating:
         # Whoever asks for a loss may backpropagate it, also through a network that is not trained itself.
         return not (forward.escaped and site.loop is None and _makes_a_loss(site.function))
@@ -120,7 +120,7 @@ def _is_evaluation(
 
 def _is_for_training(forward: Forward, trace: Trace) -> bool:
     """Whether a forward may be part of an update that a round makes, with what no backward is seen to go through."""
-    if forward.discarded and _leads_to_an_unseen_backward(forward, trace):
+    if _makes_kept_losses(forward, trace):
         return True
     function = forward.site.function
     if function is not None and looks_like_loss(function.name) and _is_trained_elsewhere(forward, trace):
@@ -131,10 +131,17 @@ def _is_for_training(forward: Forward, trace: Trace) -> bool:
     return feeds_training(forward, _where_it_is_used(forward, trace), trace)
 
 
-def _leads_to_an_unseen_backward(forward: Forward, trace: Trace) -> bool:
-    """Whether the same run of a loop has a backward through nothing in sight: of losses that layers have kept."""
+def _makes_kept_losses(forward: Forward, trace: Trace) -> bool:
+    """`model(image)`, and a backward in the same run of a loop through nothing made there: layers keep the losses."""
     runs = forward.site.runs
-    return any(not backward.origins and backward.site.runs[: len(runs)] == runs for backward in trace.backwards)
+
+    def is_of_this_run(event: Forward | Backward) -> bool:
+        return event.site.runs[: len(runs)] == runs
+
+    return forward.discarded and any(
+        is_of_this_run(backward) and not any(map(is_of_this_run, trace.forwards_of(backward.origins)))
+        for backward in trace.backwards
+    )
 
 
 def _is_trained_elsewhere(forward: Forward, trace: Trace) -> bool:

@@ -27,7 +27,7 @@ from oomfix.script.facts.named_like import (
 from oomfix.script.facts.torch_facts import kind_of_call
 from oomfix.script.facts.values import Kind
 from oomfix.script.syntax.names import MOVES, last_of, path_of, path_of_each, without_moves
-from oomfix.script.syntax.nodes import Scope, only_argument
+from oomfix.script.syntax.nodes import Scope, evaluates_what_it_is_given, only_argument
 from oomfix.script.syntax.parameters import bind_call
 
 _MODULE_METHODS = frozenset(
@@ -297,6 +297,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
     if not isinstance(node.func, ast.Attribute):
         return
     method = node.func.attr
+    asked_as_module = method in _MODULE_METHODS and not evaluates_what_it_is_given(node)
     receiver = path_of_each(without_moves(node.func.value) if method in _MODULE_METHODS else node.func.value)
     if method == "requires_grad_" and not _is_false(only_argument(node)):
         hints.thaws = True
@@ -307,7 +308,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
         _note_backwarded(additive_terms(root), scope, node.lineno, hints)
     elif receiver is not None and method == "__call__":
         hints.called.add(receiver)
-    elif receiver is not None and (method in _MODULE_METHODS or (method in _OF_RECURRENT and receiver != "self")):
+    elif receiver is not None and (asked_as_module or (method in _OF_RECURRENT and receiver != "self")):
         hints.modules.add(receiver)
     elif receiver is not None and method == "load_state_dict":
         hints.filled.add(receiver)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.trace import Carry, Forward, Loop, Site
-from oomfix.script.facts.values import NO_ORIGINS, PLAIN_TENSOR, Given, Graph, Kind, Value, combine
+from oomfix.script.facts.values import NO_ORIGINS, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, combine
 from oomfix.script.interpreter.contexts import autocast_under
 from oomfix.script.interpreter.networks import Networks
 from oomfix.script.syntax.names import last_of, path_of
@@ -27,7 +27,12 @@ class Forwards(Networks):
         direct: bool = True,
         method: Function | None = None,
     ) -> Value:
-        """Record a forward; `method` is the module's own code for it, where that is in the file."""
+        """Record a forward; `method` is the module's own code for it, where that is in the file.
+
+        What is asked for `return_tensors="pt"` is a tokenizer or another converter, whatever its name says.
+        """
+        if "return_tensors" in given.keywords:
+            return UNKNOWN
         content = combine(given.all)
         if method is not None:
             self.ran.add(method)

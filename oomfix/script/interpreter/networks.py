@@ -10,7 +10,7 @@ from oomfix.script.facts.values import LOADED, Graph, Kind, Value
 from oomfix.script.interpreter.functions import Functions
 from oomfix.script.interpreter.state import Layer
 from oomfix.script.syntax.names import last_of, path_of, path_of_each
-from oomfix.script.syntax.nodes import only_argument
+from oomfix.script.syntax.nodes import evaluates_what_it_is_given, only_argument
 
 _OF_THE_WHOLE = frozenset(
     "requires_grad_ eval train to cuda half cpu parameters named_parameters load_state_dict state_dict "
@@ -165,7 +165,7 @@ class Networks(Functions):
             return None
         if receiver.kind not in (Kind.MODULE, Kind.UNKNOWN, Kind.INSTANCE) or len(node.args) > 1:
             return None
-        if self.is_of_its_own(function):
+        if self.is_of_its_own(function) or evaluates_what_it_is_given(node):
             return None
         evaluating = function.attr == "eval"
         if node.args:

@@ -105,6 +105,11 @@ def only_argument(call: ast.Call) -> ast.expr | None:
     return given[0] if given else None
 
 
+def evaluates_what_it_is_given(call: ast.Call) -> bool:
+    """`evaluator.eval({"y_true": y, "y_pred": out})`, which switches no network."""
+    return isinstance(call.func, ast.Attribute) and call.func.attr == "eval" and bool(arguments_of(call))
+
+
 def encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
     """Whether one statement of a function stands within another."""
     return outer is not inner and outer.lineno <= inner.lineno and (inner.end_lineno or 0) <= (outer.end_lineno or 0)

@@ -140,3 +140,10 @@ KEPT_BY_LAYERS = """
 
 def test_a_forward_for_the_losses_that_layers_keep_is_trained(report):
     assert ("OOM201", 9) not in report(KEPT_BY_LAYERS)
+
+
+def test_so_is_one_for_layers_that_were_made_around_what_a_network_gave(report):
+    made = "style_losses = [StyleLoss(model(image).clone()) for _ in range(4)]"
+    kept = KEPT_BY_LAYERS.replace("optimizer = torch", f"{made}\n        optimizer = torch", 1)
+    assert ("OOM201", 10) not in report(kept)
+    assert ("OOM201", 10) in report(kept.replace("style.backward()", "style(model(image)).backward()"))
