@@ -122,3 +122,33 @@ def test_a_script_of_a_network_that_is_loaded_is_a_network(report, load, found):
             return scores(x).argmax(1)
     """
     assert report(code) == found
+
+
+SIZED = """
+    import torch
+    from torch import nn
+
+    class Net({base}):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+            self.stride = [256 / out.shape[-1] for out in self.forward(torch.zeros(1, 3, 256, 256))]
+
+        def forward(self, x):
+            return self.pyramid(x)
+
+        def pyramid(self, x):
+            outs = []
+            for layer in self.layers:
+                x = layer(x)
+                outs.append(x)
+            return outs
+
+    def build(layers):
+        print(Net(layers).stride)
+"""
+
+
+@pytest.mark.parametrize(("base", "found"), [("nn.Module", []), ("Runner", [("OOM201", 16)])])
+def test_a_network_that_is_made_may_ask_itself_how_large_its_outputs_are(report, base, found):
+    assert report(SIZED.format(base=base)) == found

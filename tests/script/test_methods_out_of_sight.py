@@ -257,7 +257,16 @@ def test_a_network_that_encodes_and_decodes_runs_in_both(report, name):
     ]
 
 
-@pytest.mark.parametrize(("name", "other"), [("model", "similarity"), ("tokenizer", "decode"), ("codec", "decode")])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("model", "similarity"),
+        ("tokenizer", "decode"),
+        ("codec", "decode"),
+        ("encoder", "decode"),  # no encoder does both
+        ("text_enc", "decode"),
+    ],
+)
 def test_what_encodes_only_may_turn_gradients_off_itself_or_be_no_network(report, name, other):
     assert report(ENCODING.format(name=name, other=other)) == []
 

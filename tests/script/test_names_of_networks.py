@@ -27,6 +27,7 @@ from oomfix.script.facts.named_like import looks_like_forward, looks_like_module
         "finetuned_net",
         *("actorCritic", "valueNetwork", "targetActor", "imageEncoder"),
         *("loader.encoder", "model_loader.encoder"),
+        "GreedySearchDecoder",
     ],
 )
 def test_networks_are_known_by_their_names(name):
@@ -50,6 +51,8 @@ def test_networks_are_known_by_their_names(name):
         "table.head",
         # what the data came with
         *("val_loader.encoder", "self.train_dataset.encoder", "dataloader.generator"),
+        # a search
+        *("GreedyDecoder", "beam_decoder", "BeamCTCDecoder", "ctc_decoder"),
         # how many there are
         *("self.num_models", "nb_networks", "n_critics"),
     ],
@@ -255,3 +258,24 @@ def test_a_layer_of_a_network_that_is_handed_in_runs(report, part, found):
 @pytest.mark.parametrize("name", ["append_layer", "insert_block", "pop_head"])
 def test_what_puts_a_part_into_a_network_is_no_part(name):
     assert not looks_like_part(name)
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ("GAN(**saved['settings'])", []),
+        ("GAN(depth=2)", []),
+        ("GAN(batch)", [("OOM201", 5)]),
+        ("gan(x=batch)", [("OOM201", 5)]),
+    ],
+)
+def test_capitals_that_are_given_settings_alone_are_a_class(report, made, found):
+    code = f"""
+        import torch
+        from project.models import *
+
+        def test(saved, batch):
+            made = {made}
+            return made
+    """
+    assert report(code) == found

@@ -23,6 +23,7 @@ from oomfix.script.facts.named_like import (
     looks_like_network_with_loss,
     looks_like_part,
     looks_like_scaler,
+    runs_one_way,
 )
 from oomfix.script.facts.torch_facts import kind_of_call
 from oomfix.script.facts.values import Kind
@@ -122,8 +123,9 @@ class Hints:
         return {owner for owner, _, part in owners if owner and looks_like_part(part)}
 
     def is_autoencoder(self, path: str) -> bool:
-        """Whether what is named like a network both encodes and decodes in the file."""
-        return looks_like_module(path) and {f"{path}.encode", f"{path}.decode"} <= self.called
+        """Whether what is named like a network both encodes and decodes in the file, as no encoder does."""
+        does_both = {f"{path}.encode", f"{path}.decode"} <= self.called
+        return does_both and looks_like_module(path) and not runs_one_way(path)
 
     def is_used_as_tensor(self, path: str) -> bool:
         """Whether an optimizer or methods of tensors say that something is one, and it is never called."""

@@ -70,6 +70,7 @@ _LETTER_MODULE_NAME = re.compile(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
 """`D`, `G_A`, `netD`: the letters of adversarial training."""
 _DISCRIMINATOR = re.compile(r"(^|_)(?i:discr?|discriminator)(_?[A-Za-z0-9]{1,3})?$|^(dis_|netD|D)_{0,2}[A-Z0-9]{0,3}$")
 _AUTOENCODER = re.compile(r"(^|_)(auto_?encoder|(vq_?)?vae|vqgan)\d*$", re.IGNORECASE)
+_ONE_WAY = re.compile(r"(?<!auto)(?<!auto_)(en|de)c(oder)?\d*$", re.IGNORECASE)
 _PENALTY = re.compile(r"sparsity|orthogonal|regulari[sz]|weight_?decay|(^|_)(reg|l[12]|penalty)(_|$)", re.IGNORECASE)
 _ADAPTING = re.compile(r"(^|_)(maml|anil|reptile|meta_?(learner|sgd))", re.IGNORECASE)
 _AVERAGE_NAME = re.compile(r"^[GgDd]_?(ema|EMA|avg)$")
@@ -88,7 +89,7 @@ _VERB = re.compile(
 _NO_NETWORK_NAME = re.compile(
     r"early_?stop|tokeni[sz]er|spacy|(one_?hot|label|ordinal)_?encoder$|(batch|data|label|target)_?extractor$|"
     r"(\w+_)?(batch|data|task|episode|train|test|valid|val)_?(generator|gen)$|"
-    r"(num|nb)_\w+$|n_\w+s$|"
+    r"(num|nb)_\w+$|n_\w+s$|(\w+_)?(greedy|beam|ctc)_?(ctc_?)?decoder$|"
     r"(ewc|ema|ece|eer|emd|elbo|dcg|gae|dct|dft|dwt|dtw|elu|gelu|glu|critical)$",
     re.IGNORECASE,
 )
@@ -152,6 +153,11 @@ def looks_like_discriminator(path: str) -> bool:
 def looks_like_autoencoder(path: str) -> bool:
     """Whether a name says of a network that it encodes and decodes."""
     return bool(_AUTOENCODER.search(_last(path)))
+
+
+def runs_one_way(path: str) -> bool:
+    """Whether a network is named like one half of an autoencoder: `text_encoder`."""
+    return bool(_ONE_WAY.search(_last(path)))
 
 
 def adapts_as_it_runs(path: str) -> bool:

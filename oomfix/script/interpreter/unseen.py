@@ -83,7 +83,8 @@ class Unseen(Containers):
             if named and self._is_entry_of_makers(node.func):
                 return self._network_made(node)
             named = named and not (self._is_a_transform(path) or self._is_method_of_an_object(node))
-            named = named and (bool(given.positional) or not last.endswith("_cls"))  # `model_cls(**config)` makes one
+            makes = last.endswith("_cls") or last.isupper()  # `model_cls(**config)` and `GAN(**config)` make one
+            named = named and (bool(given.positional) or not makes)
             if self.hints.is_module(path) or named:
                 target = self._assigned_to(node)
                 asked = self.hints.owners_of_parts | self.hints.modules | self.hints.filled
