@@ -108,13 +108,14 @@ def _is_evaluation(
     if site.loop is None:
         # When the training loop of this very run of the script has ended, outside of all loops: nothing trains here.
         orders = [order for order, entry in trained if entry == _entry(site)]
-        if any(order < forward.order for order in orders) and not _is_made(site):
+        constructing = any(function.name == "__init__" for function in site.functions)  # how large is what it gives?
+        if any(order < forward.order for order in orders) and not constructing:
             return True
         # A script that trains nothing may only be trying out the network.
         return (site.function is not None or bool(orders)) and _is_only_looked_at(forward, trace)
     if _says_evaluation(site.loop):
         return True
-    if _is_made(site, of_network=True):
+    if _tries_itself_out(site):
         return False
     return _is_only_looked_at(forward, trace) or not (within_training or _is_for_training(forward, trace))
 
@@ -132,13 +133,11 @@ def _is_for_training(forward: Forward, trace: Trace) -> bool:
     return feeds_training(forward, _where_it_is_used(forward, trace), trace)
 
 
-def _is_made(site: Site, of_network: bool = False) -> bool:
-    """Whether an object is being made, which may ask how large is what a network gives; of a network, with its layers.
-
-    An object of another kind may run all of a training and its tests where it is made.
-    """
-    made = [function.owner for function in site.functions if function.name == "__init__"]
-    return any(owner is not None and owner.is_module for owner in made) if of_network else bool(made)
+def _tries_itself_out(site: Site) -> bool:
+    """Whether a network that is being made runs its own layers: how large is what they give?"""
+    owner = site.functions[0].owner if site.functions else None
+    made = (function.owner for function in site.functions[1:] if function.name == "__init__")
+    return owner is not None and owner.is_module and owner in made
 
 
 def _makes_kept_losses(forward: Forward, trace: Trace) -> bool:
