@@ -23,6 +23,8 @@ from oomfix.script.syntax.parameters import bind_call, defaults_of, first_unpack
 _MAX_DEPTH = 24
 _WHOLE = frozenset({"self", "self.module", "self.forward"})
 """What a method of a network calls to run all of it."""
+_DIFFERENTIATING = frozenset({"torch.autograd.grad", "autograd.grad"})
+"""What a method other than `forward` calls to make a penalty of gradients."""
 _MAX_CALLS_OF_ONE_FUNCTION = 24
 
 
@@ -183,7 +185,7 @@ class Functions(Core):
         owner = function.owner
         if owner is not None and function.name in owner.training_methods | owner.running_methods:
             return False
-        whole = _WHOLE - {"self.forward"} if function.name == "forward" else _WHOLE
+        whole = _WHOLE - {"self.forward"} if function.name == "forward" else _WHOLE | _DIFFERENTIATING
         parameters = {argument.arg for argument in named_parameters(function.node.args)[1:]}
         parameters |= {name for name, source in _shown(function) if source in parameters}
         for child in function.nodes:
