@@ -102,6 +102,27 @@ def test_what_a_loss_a_converter_or_a_loader_does_for_a_network_is_none(report, 
     assert [code for code, _ in report(code)] == found
 
 
+@pytest.mark.parametrize(("term", "found"), [("loss", ["OOM202"]), ("0.0 * loss.item() + w.sum()", [])])
+def test_what_is_named_like_a_setter_sets_nothing_where_its_result_is_backpropagated(report, term, found):
+    code = f"""
+        import torch
+        from torch import nn
+
+        class FewShot(nn.Module):
+            def __init__(self, backbone):
+                super().__init__()
+                self.backbone = backbone
+
+            def train_loop(self, loader, optimizer, w):
+                for x, _ in loader:
+                    optimizer.zero_grad(set_to_none=True)
+                    loss = self.set_forward_loss(x.cuda())
+                    ({term}).backward()
+                    optimizer.step()
+    """
+    assert [code for code, _ in report(code)] == found
+
+
 @pytest.mark.parametrize(("targets", "found"), [("action, log_prob", ["OOM202"]), ("action, bounds", [])])
 def test_a_method_that_gives_a_log_probability_runs_its_network(report, targets, found):
     code = f"""
@@ -144,7 +165,10 @@ def test_a_loss_may_come_from_a_method_that_is_named_like_the_mode(report, line,
     assert [code for code, _ in report(code)] == found
 
 
-@pytest.mark.parametrize(("method", "found"), [("get_current_q_values", ["OOM202"]), ("get_batch_of_numbers", [])])
+@pytest.mark.parametrize(
+    ("method", "found"),
+    [("get_current_q_values", ["OOM202"]), ("get_probs_and_values", ["OOM202"]), ("get_batch_of_numbers", [])],
+)
 def test_a_method_that_gives_q_values_runs_its_network(report, method, found):
     code = f"""
         import torch

@@ -28,7 +28,8 @@ _LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
 _FORWARD_METHOD = re.compile(
     r"^(forward|encode|decode|extract|embed|project|classify|predict(?!\w*_from_)|pred_|segment(ation)?$|infer|elbo|llm|"
     r"head|backbone)|"
-    r"(features?|logits?|loss|^p_losses|embeddings?|likelihood|(^|_)nll|log_?prob|(^|_)q_?values?|^get_(action_and_)?values?)$",
+    r"(features?|logits?|loss|^p_losses|embeddings?|likelihood|(^|_)nll|log_?prob|(^|_)q_?values?|"
+    r"^get_(\w+_and_)?values?)$",
     re.IGNORECASE,
 )
 _LIKELIHOOD = re.compile(r"(loss|likelihood|(^|_)nll|log_?probs?)$", re.IGNORECASE)

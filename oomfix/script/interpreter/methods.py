@@ -54,7 +54,9 @@ class Methods(Unseen):
         computes = (looks_like_forward(name) or self._gives_likelihood(node)) and bool(values)
         if name == "init_hidden" or (name.startswith("get_") and not content.graph and not computes):
             return UNKNOWN
-        if torch_facts.runs_nothing(name) or (gives_gradients(name) and not values):
+        # `loss = net.set_forward_loss(x)`, of a set, is backpropagated
+        runs_nothing = torch_facts.runs_nothing(name) and path not in self.hints.graph_callees
+        if runs_nothing or (gives_gradients(name) and not values):
             return NUMBER
         if name.startswith("get_") and not looks_like_loss(name) and not computes:
             return content.with_graph(Graph.MAYBE)  # `net.get_coefficients(out)` computes on what it is given
