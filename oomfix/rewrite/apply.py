@@ -87,19 +87,23 @@ def _gone(found: Sequence[Finding], before: Source, left: Sequence[Finding], aft
 
 
 def _still_there(found: Sequence[Finding], before: Source, left: Sequence[Finding], after: Source) -> list[Finding]:
-    """Those findings that a changed script still has: by the words of their lines, then by as many as are left."""
-    words = Counter((finding.code, after.lines[finding.line - 1].strip()) for finding in left)
-    codes = Counter(finding.code for finding in left)
+    """Those findings that a changed script still has: by the words of their lines, then by as many as are left.
+
+    Of findings on lines of the same words, those that are told in the same words are meant first.
+    """
     still: set[int] = set()
-    for finding in found:
-        here = (finding.code, before.lines[finding.line - 1].strip())
-        if words[here] > 0:
-            words[here] -= 1
-            codes[finding.code] -= 1
-            still.add(id(finding))
-    for finding in found:
-        # one whose line was written anew
-        if id(finding) not in still and codes[finding.code] > 0:
-            codes[finding.code] -= 1
-            still.add(id(finding))
+    rest = [(finding.code, _words(after, finding), finding.message) for finding in left]
+    # a line may be written anew, and what is said of it may change
+    counted = {known: Counter(place[:known] for place in rest) for known in (3, 2, 1)}
+    for known in counted:
+        for finding in found:
+            place = (finding.code, _words(before, finding), finding.message)
+            if id(finding) not in still and counted[known][place[:known]] > 0:
+                still.add(id(finding))
+                for less in range(1, known + 1):
+                    counted[less][place[:less]] -= 1
     return [finding for finding in found if id(finding) in still]
+
+
+def _words(source: Source, finding: Finding) -> str:
+    return source.lines[finding.line - 1].strip()

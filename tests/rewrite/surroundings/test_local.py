@@ -282,3 +282,20 @@ def test_an_evaluation_in_a_block_that_switches_gradients_on_is_left_for_hands_t
     result = apply_to(Source.from_bytes("train.py", text.encode()), all_rules(), Options("16gb", runtime=False))
     assert result.text == text
     assert [(one.code, one.message.endswith("may need gradients)")) for one in result.unfixed] == [("OOM201", True)] * 2
+
+
+def test_of_two_lines_in_the_same_words_the_one_that_was_fixed_is_not_told_as_left():
+    text = """\
+import torch
+
+net.eval()
+for noise in noises:
+    shown = net(noise).detach().numpy()
+    plot(shown)
+shown = net(noise).detach().numpy()
+plot(shown)
+"""
+    source = Source.from_bytes("show.py", text.encode())
+    result = apply_to(source, all_rules(), Options("16gb"))
+    assert [(one.code, one.line) for one in result.fixed] == [("OOM201", 5)]
+    assert [(one.code, one.line) for one in result.unfixed] == [("OOM201", 7)]
