@@ -12,6 +12,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | FunctionNode
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_OF_THEIR_OWN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 _MOST_ROUNDS = 6
 
 
@@ -92,10 +93,11 @@ def nodes_of_scope(node: ast.AST) -> Iterator[ast.AST]:
     while waiting:
         current = waiting.pop()
         yield current
-        if isinstance(current, COMPREHENSIONS):
+        kind = type(current)
+        if kind in COMPREHENSIONS:
             yield from _nodes_of_comprehension(current)
-        elif not isinstance(current, FunctionNode | ast.Lambda | ast.ClassDef):
-            waiting.extend(reversed(children(current)))
+        elif kind not in _OF_THEIR_OWN:
+            waiting += reversed(children(current))
 
 
 def _nodes_of_comprehension(comprehension: ast.AST) -> Iterator[ast.AST]:

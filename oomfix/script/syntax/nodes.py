@@ -17,20 +17,22 @@ Kind = TypeVar("Kind", bound=ast.AST)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 _WITHOUT_NODES = frozenset(
-    "ctx op ops id attr arg kind type_comment level module simple is_async conversion asname rest kwd_attrs".split()
+    "ctx op ops id attr arg kind type_comment level module simple is_async conversion str asname rest kwd_attrs".split()
 )
 """Fields that hold no nodes, or nodes that stand at no place of the source (`ast.Load`, `ast.Add`)."""
 
 
 class _FieldsWithNodes(dict[type[ast.AST], tuple[str, ...]]):
-    """The fields of each class of nodes that may hold expressions, statements, or parts of statements."""
+    """The fields of each class of nodes that hold nothing but expressions, statements, or parts of statements."""
 
     def __missing__(self, kind: type[ast.AST]) -> tuple[str, ...]:
-        fields = self[kind] = tuple(name for name in kind._fields if name not in _WITHOUT_NODES)
+        without = _WITHOUT_NODES if kind.__name__ == "TypeAlias" else _WITHOUT_NODES | {"name"}
+        fields = self[kind] = tuple(name for name in kind._fields if name not in without)
         return fields
 
 
-_FIELDS = _FieldsWithNodes({ast.Constant: (), ast.alias: (), ast.Global: (), ast.Nonlocal: ()})
+_TEXTS = (ast.Constant, ast.alias, ast.Global, ast.Nonlocal, ast.MatchSingleton, ast.TypeIgnore)
+_FIELDS = _FieldsWithNodes({kind: () for kind in _TEXTS})
 
 
 def collect(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
@@ -42,10 +44,10 @@ def collect(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
             scope = node  # type: ignore[assignment]
         for name in _FIELDS[kind]:
             value = getattr(node, name, None)
-            if isinstance(value, ast.AST):
-                found.append((value, scope))
-            elif value and type(value) is list:
+            if type(value) is list:
                 found += [(child, scope) for child in value if child is not None]
+            elif value is not None:
+                found.append((value, scope))
     return found
 
 
@@ -81,17 +83,19 @@ def walk(root: ast.AST) -> Iterator[ast.AST]:
     found = [root]
     for node in found:
         yield node
-        _add_children(node, found)
+        # more than half of all nodes are names and constants
+        if _FIELDS[type(node)]:
+            _add_children(node, found)
 
 
 def _add_children(node: ast.AST, found: list[ast.AST]) -> None:
     for name in _FIELDS[type(node)]:
         value = getattr(node, name, None)
-        if isinstance(value, ast.AST):
-            found.append(value)
-        elif value and type(value) is list:
+        if type(value) is list:
             # `{**other}` has no key, and a parameter that is only named perhaps no default
             found += value if None not in value else [child for child in value if child is not None]
+        elif value is not None:
+            found.append(value)
 
 
 def arguments_of(call: ast.Call) -> list[ast.expr]:

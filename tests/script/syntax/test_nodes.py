@@ -11,7 +11,16 @@ class Net:
 
 async def load(path):
     global count
-    return [line for line in path if line]
+    try:
+        match len(path):
+            case 1 | None:
+                return [line for line in path if line]
+            case {"name": str(name), **rest} if f"{name!r:>{count}}":
+                pass
+            case [first, *others] as everything:
+                pass
+    except OSError as error:
+        raise
 """)
 WITHOUT_A_PLACE = (ast.expr_context, ast.operator, ast.cmpop, ast.unaryop, ast.boolop)
 
