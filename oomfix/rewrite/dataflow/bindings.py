@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from oomfix.script.syntax.names import path_of
+
+_BINDING = (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.comprehension, ast.withitem)
+
+
+def bindings_of(nodes: Iterable[ast.AST]) -> list[tuple[ast.expr, ast.expr]]:
+    """What each of these nodes binds to what, see `bindings`."""
+    return [binding for node in nodes if isinstance(node, _BINDING) for binding in bindings(node)]
 
 
 def bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

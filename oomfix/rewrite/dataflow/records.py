@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from oomfix.rewrite.dataflow.bindings import bindings
+from oomfix.rewrite.dataflow.bindings import bindings_of
 from oomfix.rewrite.dataflow.calls import calls_in
 from oomfix.rewrite.dataflow.changes import object_changed
 from oomfix.rewrite.dataflow.functions_called import FunctionsCalled
@@ -88,7 +88,7 @@ def _made_empty(nodes: Nodes) -> set[str]:
     """The names that are only ever bound to empty containers: `metrics = defaultdict(float)`."""
     empty: set[str] = set()
     other: set[str] = set()
-    for target, value in (binding for node in nodes for binding in bindings(node)):
+    for target, value in bindings_of(nodes):
         (empty if _is_empty(value) else other).update(names_bound_by_target(target))
     return empty - other
 

@@ -7,7 +7,7 @@ import builtins
 from collections.abc import Iterator
 from functools import cached_property
 
-from oomfix.rewrite.dataflow.bindings import bindings
+from oomfix.rewrite.dataflow.bindings import bindings, bindings_of
 from oomfix.rewrite.dataflow.liveness import FunctionNode, Scope
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.script.facts.named_like import looks_like_differentiating, looks_like_module, looks_like_training
@@ -46,7 +46,7 @@ class OutOfSight:
         self._blocks = reading.blocks
         self._imports = script.imports
         self._calls = script.imports.nodes.of(ast.Call)
-        self._bindings = [binding for node in script.imports.nodes for binding in bindings(node)]
+        self._bindings = bindings_of(script.imports.nodes)
         self._functions = reading.functions
         self._classes = {node.name: node for node in script.imports.nodes.of(ast.ClassDef)}
         self._own_attributes = {path_of(target) for target, _ in self._bindings}

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from oomfix.rewrite.dataflow.changes import changed_paths
-from oomfix.rewrite.dataflow.liveness import FunctionNode, names_bound, names_read, nodes_of_scope_body
+from oomfix.rewrite.dataflow.liveness import names_bound, names_read, nodes_of_scope_body
 from oomfix.rewrite.facts.lift import Lift
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import children, walk
@@ -17,6 +17,7 @@ from oomfix.script.syntax.nodes import children, walk
 _SETTINGS = re.compile(r"(args?|opts?|options?|cfg|conf|config|hparams|hyper_?params|params|flags|settings)$", re.I)
 _SETTING = frozenset({"setattr", "update", "pop", "setdefault", "merge_from_file", "merge_from_list", "vars"})
 _MAYBE = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr)
+_RUNNING_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.For, ast.While)
 _SIMPLE = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr)
 
 
@@ -66,14 +67,27 @@ class ConstantTests:
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        later = [node for statement in _running_later(tree) for node in walk(statement)]
-        places = (node for node in later if isinstance(node, ast.Attribute | ast.Subscript))
+        self._tree = tree
+
+    @cached_property
+    def _later(self) -> list[ast.AST]:
+        """What stands in functions and loops, which may run again when a loop has begun."""
+        return [node for statement in _running_later(self._tree) for node in walk(statement)]
+
+    @cached_property
+    def _changed(self) -> set[str | None]:
+        """The settings that are changed there; None among them where it may be any."""
+        places = (node for node in self._later if isinstance(node, ast.Attribute | ast.Subscript))
         stored = [node for node in places if not isinstance(node.ctx, ast.Load)]
-        self._changed = {_last(node) for node in stored if _last(node) is not None or _is_setting(path_of(node.value))}
-        self._global = {name for node in later if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-        calls = (node for node in later if isinstance(node, ast.Call) and last_name(node) in _SETTING)
-        if any(_is_setting(path) for call in calls for path in _given(call)):
-            self._changed.add(None)
+        changed = {_last(node) for node in stored if _last(node) is not None or _is_setting(path_of(node.value))}
+        calls = (node for node in self._later if isinstance(node, ast.Call) and last_name(node) in _SETTING)
+        return changed | {None} if any(_is_setting(path) for call in calls for path in _given(call)) else changed
+
+    @cached_property
+    def _global(self) -> set[str]:
+        """The names that are declared there to be those of a scope around."""
+        declared = (node for node in self._later if isinstance(node, ast.Global | ast.Nonlocal))
+        return {name for node in declared for name in node.names}
 
     def own_names(self, lift: Lift, outside: set[str]) -> set[str]:
         """The names that a slice alone binds and reads, and where it reads them, each iteration has bound them itself.
@@ -100,10 +114,9 @@ class ConstantTests:
         if lift.all_names_are_read:
             return set()
         bound = {name for statement in lift.lifted for name in names_bound(statement)} - lift.site.bound_before
-        bound -= self._global
         bound -= {node.id for node in _stores_elsewhere(lift) if node.lineno <= lift.site.statement.lineno}
         loops = _Loops(lift.site.loops)
-        return {name for name in bound if self._is_own(name, lift, loops, throughout=True)}
+        return {name for name in bound if self._is_own(name, lift, loops, throughout=True)} - self._global
 
     def _is_own(self, name: str, lift: Lift, loops: _Loops, *, throughout: bool = False) -> bool:
         uses = [use for part in (*lift.lifted, lift.site.root) for use in _uses(name, part, ())]
@@ -137,8 +150,13 @@ class ConstantTests:
 
 
 def _running_later(tree: ast.Module) -> Iterator[ast.stmt]:
-    """The functions and loops of a module, which may run again when a loop has begun."""
-    yield from (node for node in walk(tree) if isinstance(node, FunctionNode | ast.For | ast.While))
+    """The functions and loops of a module that stand in none."""
+    waiting: list[ast.AST] = [tree]
+    for node in waiting:
+        if isinstance(node, _RUNNING_LATER):
+            yield node
+        else:
+            waiting += children(node)
 
 
 def _last(node: ast.Attribute | ast.Subscript) -> str | None:

@@ -23,7 +23,7 @@ _MOVING = frozenset(
 
 
 def taken_by_number(
-    site: Site, chosen: Sequence[int], runs_forward: Callable[[ast.AST], bool], filled: set[str]
+    site: Site, chosen: Sequence[int], runs_forward: Callable[[ast.AST], bool], filled: Callable[[], set[str]]
 ) -> list[int]:
     """The indices of a slice that take out what is kept for this batch: `soft = torch.from_numpy(kept[i])`.
 
@@ -34,9 +34,11 @@ def taken_by_number(
         site: where the backward stands.
         chosen: the indices of the slice's statements in the block, ascending.
         runs_forward: whether a statement runs a network.
-        filled: what functions fill from inside, as hooks of the network do while it runs.
+        filled: tells what functions fill from inside, as hooks of the network do while it runs.
     """
     number = _number_of(site.iteration)
+    if number is None:
+        return []
     found: list[int] = []
     brought: set[str] = set()
     for place, index in enumerate(chosen):
@@ -44,7 +46,7 @@ def taken_by_number(
         passed = [site.block[other] for other in chosen[:place] if other not in found]
         if not _only_moves(statement) or runs_forward(statement) or not stays_the_same_ahead_of(statement, passed):
             continue
-        if names_read(statement) & brought or (number is not None and _takes_out(statement, number, filled)):
+        if names_read(statement) & brought or _takes_out(statement, number, filled):
             found.append(index)
             brought |= names_bound(statement)
     left = [site.block[index] for index in chosen if index not in found]
@@ -73,10 +75,10 @@ def _only_moves(statement: ast.stmt) -> bool:
     return all(last_name(call) in _MOVING for call in calls_in(statement))
 
 
-def _takes_out(statement: ast.stmt, number: str, filled: set[str]) -> bool:
+def _takes_out(statement: ast.stmt, number: str, filled: Callable[[], set[str]]) -> bool:
     items = (node for node in walk(statement) if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name))
     taken = (item for item in items if isinstance(item.slice, ast.Name) and item.slice.id == number)
-    return any(isinstance(item.value, ast.Name) and item.value.id not in filled for item in taken)
+    return any(isinstance(item.value, ast.Name) and item.value.id not in filled() for item in taken)
 
 
 def filled_from_inside(tree: ast.Module) -> set[str]:

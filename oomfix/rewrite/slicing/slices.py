@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from functools import cached_property
 
 from oomfix.rewrite.dataflow.calls import called_name, calls_in
 from oomfix.rewrite.dataflow.changes import changed_paths, function_that_may_change, overlap, paths_read
@@ -68,8 +69,11 @@ class Slicer:
         self._batch_names = BatchNames(tree, networks.runs)
         self._tests = ConstantTests(tree)
         self._liveness: dict[int, Liveness] = {}
-        self._filled = filled_from_inside(tree)
         self._own_names = {name for statement in tree.body for name in names_bound(statement)}
+
+    @cached_property
+    def _filled(self) -> set[str]:
+        return filled_from_inside(self._tree)
 
     def lift(self, site: Site, network_is_known: bool) -> Lift:
         """The slice of a backward as a function: the longest of those that may be one.
@@ -126,7 +130,7 @@ class Slicer:
         chosen = with_empty_starts(site.block, _with_guards(site.block, chosen))
         chosen = with_readers(site.block, chosen, site.root, self._helpers)
         chosen = with_asserts(site.block, chosen, end)
-        kept = taken_by_number(site, chosen, self._runs_forward, self._filled)
+        kept = taken_by_number(site, chosen, self._runs_forward, lambda: self._filled)
         kept += exchanged(site, [index for index in chosen if index not in kept], self._runs_forward, self._helpers)
         kept += refilled(site, [index for index in chosen if index not in kept], self._helpers)
         kept += marked(site, [index for index in chosen if index not in kept], self._runs_forward, self._helpers)

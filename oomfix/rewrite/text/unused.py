@@ -21,6 +21,8 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
 
     What a `try` or a branch of the module imports stays: it may be there for another file.
     """
+    if "amp" not in layout.source.text:
+        return []
     gone = _loaded(before) - _loaded(after)
     edits: list[Edit] = []
     for statement, block in _imports(after):
@@ -101,7 +103,7 @@ def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit
 def _scaler_in(statement: ast.stmt, held: str) -> str | None:
     """`scaler` of `scaler = memory.scaler`, also tried in one place of torch and then in another; None for others."""
     match statement:
-        case ast.Assign([ast.Name(name)], value) if ast.unparse(value) == held:
+        case ast.Assign([ast.Name(name)], value) if path_of(value) == held:
             return name
         case ast.Try(finalbody=[]):
             blocks = [statement.body, *(handler.body for handler in statement.handlers), statement.orelse]

@@ -252,7 +252,7 @@ class Devices:
         found: list[tuple[str, ast.Assign]] = []
         for node in self._nodes.of(ast.Assign):
             for name, value in _pairs(node):
-                of_tensor = _DEVICE_OF_A_TENSOR.fullmatch(f"device={ast.unparse(value)}")
+                of_tensor = _DEVICE_OF_A_TENSOR.fullmatch(f"device={path_of(value)}")
                 if of_tensor is not None and of_tensor[1] not in self._no_tensors:
                     found.append((name, node))
                 else:

@@ -14,6 +14,8 @@ _DIVIDING = (".grad.div_", ".grad.mul_", ".grad.data.div_", ".grad.data.mul_")
 
 def zeroed_by_hand(nodes: Nodes) -> Iterator[ast.Call]:
     """`p.grad.zero_()` on each of several parameters, in a loop."""
+    if not any(node.attr == "zero_" for node in nodes.of(ast.Attribute)):
+        return
     for loop in nodes.of(ast.For):
         for target in walk(loop.target):
             if isinstance(target, ast.Name):

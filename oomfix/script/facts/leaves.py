@@ -10,7 +10,10 @@ from oomfix.script.syntax.names import last_name, path_of
 
 def asks_for_gradients(call: ast.Call) -> bool:
     """Whether a call makes a tensor to be trained, for certain: `torch.randn(3, requires_grad=True)`."""
-    return any(isinstance(value, ast.Constant) and value.value is True for value in _by_keyword(call))
+    for keyword in call.keywords:
+        if keyword.arg == "requires_grad":
+            return isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+    return False
 
 
 def leaves_of(node: ast.AST) -> Iterator[str]:

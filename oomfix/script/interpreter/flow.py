@@ -204,7 +204,7 @@ class Flow(Entering):
             network, trains = frozen
             if isinstance(value := self.evaluate(trains).constant, bool):
                 self.freeze(network, not value)
-        for whole in thawed_by(node, self._as_assigned(node.iter)):
+        for whole in thawed_by(node, self._as_assigned(node.iter)) if self.hints.thaws else ():
             if path_of(whole) is not None and self.is_frozen(self.evaluate(whole), path_of(whole)):
                 self.freeze(whole, False)
         element, layer = self.element(source), self._layer_of(node)
@@ -219,7 +219,7 @@ class Flow(Entering):
         """A layer of the network whose layers a loop runs one by one, as frozen as the network is."""
         from oomfix.script.interpreter.layers_one_by_one import layer_called, network_gone_through
 
-        name = layer_called(node)
+        name = layer_called(node, self.hints.called)
         network = None if name is None else network_gone_through(node.iter, self._as_assigned)
         if name is None or network is None:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from oomfix.script.facts.named_like import looks_like_part
 from oomfix.script.syntax.names import path_of
@@ -14,15 +14,20 @@ _OF_A_DICT = frozenset({"items", "values"})
 _GOING_THROUGH = frozenset("enumerate list tuple reversed tqdm".split())
 
 
-def layer_called(loop: ast.For | ast.AsyncFor) -> ast.Name | None:
-    """The last name that a loop binds, where its body calls that: `layer` of `for i, (name, layer) in ...`."""
+def layer_called(loop: ast.For | ast.AsyncFor, called: Set[str]) -> ast.Name | None:
+    """The last name that a loop binds, where its body calls that: `layer` of `for i, (name, layer) in ...`.
+
+    Args:
+        loop: the loop.
+        called: the paths of all that the file calls.
+    """
     target = loop.target
     while isinstance(target, ast.Tuple) and target.elts:
         target = target.elts[-1]
-    if not isinstance(target, ast.Name):
+    if not isinstance(target, ast.Name) or target.id not in called:
         return None
-    called = (part.func for part in walk(loop) if isinstance(part, ast.Call))
-    return target if any(isinstance(part, ast.Name) and part.id == target.id for part in called) else None
+    here = (part.func for part in walk(loop) if isinstance(part, ast.Call))
+    return target if any(isinstance(part, ast.Name) and part.id == target.id for part in here) else None
 
 
 def network_gone_through(source: ast.expr, as_assigned: Callable[[ast.expr], ast.expr]) -> ast.expr | None:

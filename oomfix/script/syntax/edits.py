@@ -25,6 +25,7 @@ class Edit(NamedTuple):
     replacement: str
 
 
+_STRINGS = (ast.Constant, ast.JoinedStr)
 _OPENING = re.compile(r"""[rbfu]{0,2}(?!'{3}|"{3})(['"])""", re.IGNORECASE)
 _ATOMS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Tuple, ast.List, ast.Dict)
 
@@ -199,13 +200,14 @@ def _unit_of(source: Source, statement: ast.stmt, margin: str) -> str:
 @lru_cache(maxsize=1)
 def quote_of(source: Source) -> str:
     """The quote that the file writes short strings with; apostrophes in comments and docstrings are none."""
-    nodes = list(walk(source.tree))
-    in_f_strings = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
-    constants = [
-        node for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in in_f_strings
-    ]
-    opened = (_OPENING.match(source.text, bounds(source, node)[0]) for node in constants)
-    found = Counter(match[1] for match in opened if match is not None)
+    in_f_strings: set[ast.AST] = set()
+    found: Counter[str] = Counter()
+    for node in walk(source.tree):
+        if isinstance(node, ast.JoinedStr):
+            in_f_strings.update(node.values)
+        if isinstance(node, _STRINGS) and node not in in_f_strings:
+            if (opened := _OPENING.match(source.text, source.offset(node.lineno, node.col_offset))) is not None:
+                found[opened[1]] += 1
     return "'" if found["'"] > found['"'] else '"'
 
 

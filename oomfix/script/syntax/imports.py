@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cached_property
 
 from oomfix.script.syntax.names import imported
 from oomfix.script.syntax.nodes import Nodes
@@ -50,7 +51,12 @@ class Imports:
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
         """Every call of one of these qualified names."""
-        wanted = set(names)
-        for node in self.nodes.of(ast.Call):
-            if self.qualified(node.func) & wanted:
-                yield node
+        for call, qualified in self._calls_of_imported:
+            if not qualified.isdisjoint(names):
+                yield call
+
+    @cached_property
+    def _calls_of_imported(self) -> list[tuple[ast.Call, set[str]]]:
+        """The calls of imported names, each with what it may call: every rule asks for some of them."""
+        named = ((call, self.qualified(call.func)) for call in self.nodes.of(ast.Call))
+        return [(call, qualified) for call, qualified in named if qualified]

@@ -15,6 +15,7 @@ Scope = ast.FunctionDef | ast.AsyncFunctionDef | None
 
 Kind = TypeVar("Kind", bound=ast.AST)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_WITH_BLOCKS = (ast.mod, ast.stmt, ast.excepthandler, ast.match_case)
 
 _WITHOUT_NODES = frozenset(
     "ctx op ops id attr arg kind type_comment level module simple is_async conversion str asname rest kwd_attrs".split()
@@ -32,7 +33,7 @@ class _FieldsWithNodes(dict[type[ast.AST], tuple[str, ...]]):
 
 
 _TEXTS = (ast.Constant, ast.alias, ast.Global, ast.Nonlocal, ast.MatchSingleton, ast.TypeIgnore)
-_FIELDS = _FieldsWithNodes({kind: () for kind in _TEXTS})
+_FIELDS = _FieldsWithNodes(dict.fromkeys(_TEXTS, ()))
 
 
 def collect(tree: ast.Module) -> list[tuple[ast.AST, Scope]]:
@@ -127,9 +128,10 @@ def names_in(node: ast.AST) -> set[str]:
 def blocks(nodes: Iterable[ast.AST]) -> Iterator[list[ast.stmt]]:
     """The blocks of statements right below these nodes."""
     for node in nodes:
-        for name in ("body", "orelse", "finalbody"):
-            if isinstance(block := getattr(node, name, None), list):
-                yield block
+        if isinstance(node, _WITH_BLOCKS):
+            for name in ("body", "orelse", "finalbody"):
+                if isinstance(block := getattr(node, name, None), list):
+                    yield block
 
 
 def by_function(nodes: Iterable[tuple[ast.AST, Scope]]) -> dict[ast.AST, list[ast.AST]]:

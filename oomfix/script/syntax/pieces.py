@@ -74,13 +74,16 @@ def _taken_by_number(loop: ast.For | ast.AsyncFor, numbers: ast.Call, written: W
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and counting & names_in(node.value):
             counting |= {name for target in node.targets for name in names_in(target)}  # `start = i * m`
     for node in nodes:
-        if not isinstance(node, ast.Subscript) or made & names_in(node.value):
+        if not isinstance(node, ast.Subscript):
             continue
-        if isinstance(node.slice, ast.Name) and node.slice.id in counting:
-            if (pieces := _cut(written(node.value))) is not None:
-                return pieces
+        by_number = isinstance(node.slice, ast.Name) and node.slice.id in counting
         first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) else node.slice
-        if isinstance(first, ast.Slice) and counting & names_in(first):
+        from_number = isinstance(first, ast.Slice) and not counting.isdisjoint(names_in(first))
+        if not (by_number or from_number) or made & names_in(node.value):
+            continue
+        if by_number and (pieces := _cut(written(node.value))) is not None:
+            return pieces
+        if from_number:
             return Pieces(node.value, numbers.args[0] if len(numbers.args) == 1 else _length(numbers))
     return None
 
