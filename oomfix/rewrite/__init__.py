@@ -28,8 +28,8 @@ it, and gives edits; edits make a new text, and that a new reading. All that is 
       or the reason why it cannot be one. Checks of a whole `Lift` follow (`slicing/kept_graphs.py`,
       `facts/forward_hooks.py`, ...), and `slicing/lifting.py` writes it.
    f. What is not lifted is prepared, each time by the first of these that finds something to do, and tried again:
-      joined lines apart, losses and batches named, logs and later losses behind (`_PREPARATIONS`). Preparations are
-      kept only where they made more of a loop.
+      joined lines apart, losses and batches named, logs and later losses behind (`preparations/in_turn.py`).
+      Preparations are kept only where they made more of a loop.
    g. Models that still run outside of lifted functions are called in the preset's precision
       (`in_place/model_calls.py`), last: only then is it known which do.
 

@@ -60,7 +60,7 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     loops: tuple[LoopOutcome, ...] = ()
     if options.runtime:
         current, loops, ended = rewrite_loops(reading, options)
-        current = current.edited(unused_amp_imports(source.tree, current.source.tree, current.layout))
+        current = current.edited(unused_amp_imports(reading.script.imports, current.script.imports, current.layout))
     last = fix_locally(current.script, rules, options.wants_finding)
     found = last.found
     if current is not reading:

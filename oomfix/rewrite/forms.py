@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from oomfix.parsing import Unreadable
-from oomfix.rewrite.cells import NotebookText, in_cells
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.verdict import Form, LoopOutcome
 from oomfix.rewrite.loop_attempts import rewrite_loops
-from oomfix.rewrite.notebook_json import CannotRestore
 from oomfix.rewrite.options import Options
 from oomfix.rewrite.text.edits import EditsBreakSource, EditsOverlap
 from oomfix.script import Script
@@ -39,7 +37,7 @@ def loop_forms(script: Script, data: bytes, count: int, target_torch: tuple[int,
     """
     try:
         outcomes = _outcomes(script, data, target_torch)
-    except (Unreadable, CannotRestore) as problem:
+    except Unreadable as problem:
         return [LoopForm("none", str(problem))] * count
     except EditsOverlap:
         return [LoopForm("none", "its changes get in each other's way")] * count
@@ -51,10 +49,17 @@ def loop_forms(script: Script, data: bytes, count: int, target_torch: tuple[int,
 
 
 def _outcomes(script: Script, data: bytes, target_torch: tuple[int, int] | None) -> tuple[LoopOutcome, ...]:
-    notebook = None if script.source.cells is None else NotebookText(script.source.path, data)
-    if notebook is not None:
-        script = Script.read(notebook.source, target_torch)
-    outcomes = rewrite_loops(Reading(script), Options(_ANY_PRESET, target_torch=target_torch)).loops
-    return tuple(
-        outcome if notebook is None else in_cells(outcome, notebook) for outcome in outcomes if outcome.function is None
-    )
+    options = Options(_ANY_PRESET, target_torch=target_torch)
+    if script.source.cells is None:
+        return _of_loops(rewrite_loops(Reading(script), options).loops)
+    # imported here: most scripts are no notebooks
+    from oomfix.rewrite.cells import NotebookText, in_cells
+
+    notebook = NotebookText(script.source.path, data)
+    outcomes = rewrite_loops(Reading(Script.read(notebook.source, target_torch)), options).loops
+    return tuple(in_cells(outcome, notebook) for outcome in _of_loops(outcomes))
+
+
+def _of_loops(outcomes: tuple[LoopOutcome, ...]) -> tuple[LoopOutcome, ...]:
+    """The outcomes of loops, without those of functions that are the iteration of one."""
+    return tuple(outcome for outcome in outcomes if outcome.function is None)

@@ -2,6 +2,8 @@
 
 Each attempt edits the script first, in ways that change nothing of what it does, and then has all of its loops
 rewritten; what is said of them has the lines of the script as it was.
+
+What few scripts need is imported where it is needed: `oomfix audit --format json` asks all of this of each script.
 """
 
 from __future__ import annotations
@@ -14,13 +16,8 @@ from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.verdict import LoopOutcome, Verdict
 from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.options import Options
-from oomfix.rewrite.preparations.apex import NOTE, apex_edits
 from oomfix.rewrite.preparations.autocast_end import end_autocast_edits
-from oomfix.rewrite.preparations.dropped_gradients import dropped_gradients
-from oomfix.rewrite.preparations.functional_backwards import functional_backward_edits
-from oomfix.rewrite.preparations.inlined_helpers import inlined_helper_edits
 from oomfix.rewrite.preparations.metrics_apart import metric_edits
-from oomfix.rewrite.preparations.resets_apart import reset_edits
 from oomfix.rewrite.surroundings.local import Fixed
 from oomfix.rewrite.text.edits import line_before, with_lines
 from oomfix.rewrite.text.header import other_preset_in
@@ -60,7 +57,11 @@ def rewrite_loops(reading: Reading, options: Options) -> Rewritten:
 
 def _without_apex(reading: Reading, options: Options) -> Rewritten | None:
     """The loops rewritten once apex is taken out of the script; None where one of them is left alone then."""
-    edits = apex_edits(reading) if "apex" in reading.source.text else []
+    if "apex" not in reading.source.text:
+        return None
+    from oomfix.rewrite.preparations.apex import NOTE, apex_edits
+
+    edits = apex_edits(reading)
     if not edits:
         return None
     found = _rewritten_behind(edits, reading, options)
@@ -72,7 +73,11 @@ def _without_apex(reading: Reading, options: Options) -> Rewritten | None:
 def _with_methods_as_backwards(reading: Reading, options: Options) -> Rewritten:
     """The loops rewritten, with functional backwards of one tensor made its methods if that makes more."""
     found = _with_helpers_written_out(reading, options)
-    edits = functional_backward_edits(reading) if "autograd" in reading.source.text else []
+    if "autograd" not in reading.source.text:
+        return found
+    from oomfix.rewrite.preparations.functional_backwards import functional_backward_edits
+
+    edits = functional_backward_edits(reading)
     other = _rewritten_behind(edits, reading, options) if edits else found
     return other if _is_more(other.loops, found.loops) else found
 
@@ -80,8 +85,10 @@ def _with_methods_as_backwards(reading: Reading, options: Options) -> Rewritten:
 def _with_helpers_written_out(reading: Reading, options: Options) -> Rewritten:
     """The loops rewritten, with helpers that run the backward written out where they are called if that makes more."""
     found = _rewritten(reading, options)
-    if all(loop.rewrite == "micro-batched" for loop in found.loops):
+    if _are_all_split(found):
         return found
+    from oomfix.rewrite.preparations.inlined_helpers import inlined_helper_edits
+
     inlined = inlined_helper_edits(reading)
     if not inlined:
         return found
@@ -90,6 +97,10 @@ def _with_helpers_written_out(reading: Reading, options: Options) -> Rewritten:
         return found
     notes = [f"`{name}` is written out where it was called" for name in inlined]
     return other._replace(loops=tuple(_told(other.loops, found.loops, notes)))
+
+
+def _are_all_split(found: Rewritten) -> bool:
+    return all(loop.rewrite == "micro-batched" for loop in found.loops)
 
 
 def _is_more(loops: Sequence[LoopOutcome], others: Sequence[LoopOutcome]) -> bool:
@@ -132,7 +143,11 @@ def _rewritten(reading: Reading, options: Options) -> Rewritten:
 def _with_resets_apart(reading: Reading, options: Options) -> Rewritten:
     """The loops rewritten; resets of gradients leave the branch of the forward if that makes more of them."""
     found = _without_dropped_gradients(reading, options)
-    edits = [] if all(loop.rewrite == "micro-batched" for loop in found.loops) else reset_edits(reading)
+    if _are_all_split(found):
+        return found
+    from oomfix.rewrite.preparations.resets_apart import reset_edits
+
+    edits = reset_edits(reading)
     other = _rewritten_behind(edits, reading, options) if edits else found
     return other if _is_more(other.loops, found.loops) else found
 
@@ -140,7 +155,11 @@ def _with_resets_apart(reading: Reading, options: Options) -> Rewritten:
 def _without_dropped_gradients(reading: Reading, options: Options) -> Rewritten:
     """The loops rewritten; losses whose gradients are dropped in part do without that part if it makes more of them."""
     found = _with_metrics_apart(reading, options)
-    dropped = [] if all(loop.rewrite == "micro-batched" for loop in found.loops) else dropped_gradients(reading)
+    if _are_all_split(found):
+        return found
+    from oomfix.rewrite.preparations.dropped_gradients import dropped_gradients
+
+    dropped = dropped_gradients(reading)
     if not dropped:
         return found
     edits = [edit for one in dropped for edit in one.edits]

@@ -13,21 +13,9 @@ from oomfix.rewrite.facts.scale import reads_gradients
 from oomfix.rewrite.facts.verdict import Attempt, Scaling, Verdict
 from oomfix.rewrite.facts.window_shape import CannotFold
 from oomfix.rewrite.in_place.inplace import InPlace
-from oomfix.rewrite.in_place.model_calls import model_call_edits
 from oomfix.rewrite.in_place.windows import WindowFolder
 from oomfix.rewrite.loops import Judge, scaling_of
-from oomfix.rewrite.preparations.branches_that_leave import end_branches
-from oomfix.rewrite.preparations.computed_again import compute_again
-from oomfix.rewrite.preparations.fetched_batches import name_batches
-from oomfix.rewrite.preparations.forwards_into_branches import forwards_into_branches
 from oomfix.rewrite.preparations.joined_lines import separate
-from oomfix.rewrite.preparations.kept_losses import name_losses
-from oomfix.rewrite.preparations.logs_of_branches import log_behind_branches
-from oomfix.rewrite.preparations.logs_of_rounds import log_behind
-from oomfix.rewrite.preparations.losses_in_turn import compute_in_turn, part_backwards
-from oomfix.rewrite.preparations.numbers_of_rounds import name_numbers
-from oomfix.rewrite.preparations.parted_autocast import part_autocast
-from oomfix.rewrite.preparations.read_before import name_what_is_read
 from oomfix.rewrite.preparations.same_branches import merge_branches
 from oomfix.rewrite.slicing.lifter import lift_backwards
 from oomfix.rewrite.surroundings.loader_arguments import Written, loader_arguments
@@ -47,22 +35,6 @@ from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
 
 _MOST_PREPARATIONS = 8
-_PREPARATIONS = (
-    end_branches,
-    name_losses,
-    name_batches,
-    log_behind_branches,
-    name_numbers,
-    log_behind,
-    name_what_is_read,
-    part_autocast,
-    part_backwards,
-    compute_in_turn,
-    compute_again,
-    forwards_into_branches,
-)
-"""What may make a slice of what is none yet: each gives edits that change nothing of what a script does."""
-
 _WORD, _LINE = re.compile(r"\w+"), re.compile(r"\bline (\d+)")
 
 WINDOW_STAYS = "its accumulation window stays"
@@ -197,6 +169,8 @@ class LoopRewriter:
         stages.edit(lifted)
         stays = any(verdict.form == "in-place" or verdict.runs_ahead for verdict in self.verdicts)
         if scaling != "script's" and stays:
+            from oomfix.rewrite.in_place.model_calls import model_call_edits
+
             stages.edit(model_call_edits(stages.reading, self.verdicts, manager))
         return stages.reading
 
@@ -223,14 +197,15 @@ class LoopRewriter:
         """The first attempt that lifts more than another one, or the last, behind edits that `apart` is given."""
         last, names_losses = first, False
         for _ in range(_MOST_PREPARATIONS):
-            edits = separate(apart.reading, last.joined_lines)
-            way = None
+            edits, of_losses = separate(apart.reading, last.joined_lines), False
             if not edits and (last.stays or last.say_again):
-                ways = ((way, way(apart.reading, self._manager)) for way in _PREPARATIONS)
-                way, edits = next(((way, found) for way, found in ways if found), (None, []))
+                # imported here: most loops are lifted as they are, and every module takes its time
+                from oomfix.rewrite.preparations.in_turn import prepare
+
+                edits, of_losses = prepare(apart.reading, self._manager)
             if not edits:
                 break
-            names_losses = way is name_losses
+            names_losses = of_losses
             apart.edit(edits)
             last = lift_backwards(apart.reading, order, self._manager)
             if last.is_more_than(first) and not last.joined_lines:

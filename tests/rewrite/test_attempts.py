@@ -5,6 +5,7 @@ import pytest
 from oomfix.rewrite import loop_rewriter
 from oomfix.rewrite.facts.verdict import Attempt, Lifted
 from oomfix.rewrite.loops import Judge
+from oomfix.rewrite.preparations import in_turn
 from oomfix.rewrite.slicing.lifter import lift_backwards
 from oomfix.script.syntax.edits import Edit
 from tests.rewrite.equivalence import rewritten
@@ -35,7 +36,7 @@ def attempts(monkeypatch):
         return [Edit(0, 0, "# more\n")] if waiting else []
 
     monkeypatch.setattr(loop_rewriter, "lift_backwards", lifting)
-    monkeypatch.setattr(loop_rewriter, "_PREPARATIONS", (comment,))
+    monkeypatch.setattr(in_turn, "_PREPARATIONS", (comment,))
     return waiting
 
 

@@ -9,6 +9,7 @@ from oomfix.rewrite.dataflow.liveness import FunctionNode, Scope, nodes_of_scope
 from oomfix.rewrite.text.layout import Layout, Lines
 from oomfix.rewrite.text.removal import without
 from oomfix.script.syntax.edits import Edit, bounds
+from oomfix.script.syntax.imports import Imports
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import blocks, walk
 
@@ -16,10 +17,15 @@ _AMP_MODULES = ("torch.cuda.amp", "torch.amp", "torch.cuda.amp.grad_scaler", "to
 _AMP_PARENTS = ("torch", "torch.cuda")
 
 
-def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) -> list[Edit]:
+def unused_amp_imports(before: Imports, after: Imports, layout: Layout) -> list[Edit]:
     """Take out `torch.cuda.amp`, `torch.amp` and their names that were used before the rewrite and no longer are.
 
     What a `try` or a branch of the module imports stays: it may be there for another file.
+
+    Args:
+        before: the imports and nodes of the file as it was.
+        after: those of the rewritten one.
+        layout: its lines.
     """
     if "amp" not in layout.source.text:
         return []
@@ -32,7 +38,7 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
         unused = of_amp & gone
         if len(unused) == len(statement.names):
             if (lines := layout.own_lines(statement)) is not None:
-                gap = block is not after.body
+                gap = block is not after.tree.body
                 edits.append(without(layout, statement, block) if gap else Edit(*layout.whole(lines), ""))
         elif unused and isinstance(statement, ast.ImportFrom):
             # imported here: most scripts import nothing that they stop using, and libcst takes a while
@@ -43,13 +49,12 @@ def unused_amp_imports(before: ast.Module, after: ast.Module, layout: Layout) ->
     return edits
 
 
-def _imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[ast.stmt]]]:
+def _imports(of: Imports) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[ast.stmt]]]:
     """The imports at the top of the module, and in functions outside of `try`, with their blocks."""
-    nodes = list(walk(tree))
-    tried = {id(inner) for node in nodes if isinstance(node, ast.Try) for inner in walk(node)}
-    inside = (node for function in nodes if isinstance(function, FunctionNode) for node in walk(function))
+    tried = {id(inner) for node in of.nodes.of(ast.Try) for inner in walk(node)}
+    inside = (node for function in of.nodes.functions for node in walk(function))
     branches = (node for node in inside if id(node) not in tried)
-    for block in (tree.body, *{id(block): block for block in blocks(branches)}.values()):
+    for block in (of.tree.body, *{id(block): block for block in blocks(branches)}.values()):
         yield from ((statement, block) for statement in block if isinstance(statement, ast.Import | ast.ImportFrom))
 
 
@@ -60,12 +65,12 @@ def _is_amp(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> bool:
     return statement.module in _AMP_MODULES or (statement.module in _AMP_PARENTS and alias.name == "amp")
 
 
-def _gone_by_path(before: ast.Module, after: ast.Module) -> set[str]:
+def _gone_by_path(before: Imports, after: Imports) -> set[str]:
     """`torch.cuda.amp` and the like if code no longer names it so, and `torch` itself is imported."""
-    imported = (alias for one in after.body if isinstance(one, ast.Import) for alias in one.names)
+    imported = (alias for one in after.tree.body if isinstance(one, ast.Import) for alias in one.names)
     if all(alias.name != "torch" or alias.asname for alias in imported):
         return set()
-    named = [{path_of(node) for node in walk(tree) if isinstance(node, ast.Attribute)} for tree in (before, after)]
+    named = [{path_of(node) for node in of.nodes.of(ast.Attribute)} for of in (before, after)]
     return {path for path in _AMP_MODULES if path in named[0] - named[1]}
 
 
@@ -120,5 +125,5 @@ def _last_blank_line(statement: ast.stmt, scope: Scope, layout: Layout) -> int:
     return line
 
 
-def _loaded(tree: ast.Module) -> set[str]:
-    return {node.id for node in walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+def _loaded(of: Imports) -> set[str]:
+    return {node.id for node in of.nodes.of(ast.Name) if isinstance(node.ctx, ast.Load)}

@@ -83,6 +83,8 @@ class Hints:
     """Each `elif`."""
     thaws: bool = False
     """Somewhere `requires_grad` is set to something else than False."""
+    thawed: set[str] = field(default_factory=set)
+    """The paths of what it is set so for."""
     made_by: dict[str, set[str]] = field(default_factory=dict)
     """The paths that the calls of one class or function are assigned to, moved to a device or not."""
     told_apart: dict[tuple[Scope, str], set[str]] = field(default_factory=dict)
@@ -201,7 +203,9 @@ def _read_assignment(node: ast.Assign, hints: Hints) -> None:
     hints.assigned |= paths
     if _thaws(node):
         hints.thaws = True
-        hints.leaves |= {path.removesuffix(".requires_grad") for path in paths if path.endswith(".requires_grad")}
+        thawed = {path.removesuffix(".requires_grad") for path in paths if path.endswith(".requires_grad")}
+        hints.thawed |= thawed
+        hints.leaves |= thawed
     if isinstance(node.value, ast.Name) and node.value.id.islower():
         attributes = {path for path in paths if path.startswith("self.")}
         if looks_like_module(node.value.id):
@@ -304,6 +308,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
     if method == "requires_grad_" and not _is_false(only_argument(node)):
         hints.thaws = True
         if receiver is not None:
+            hints.thawed.add(receiver)
             hints.leaves.add(receiver)
     if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value

@@ -204,7 +204,7 @@ class Flow(Entering):
             network, trains = frozen
             if isinstance(value := self.evaluate(trains).constant, bool):
                 self.freeze(network, not value)
-        for whole in thawed_by(node, self._as_assigned(node.iter)) if self.hints.thaws else ():
+        for whole in thawed_by(node, self._as_assigned(node.iter), self.hints.thawed):
             if path_of(whole) is not None and self.is_frozen(self.evaluate(whole), path_of(whole)):
                 self.freeze(whole, False)
         element, layer = self.element(source), self._layer_of(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import names_in, only_argument, walk
@@ -40,7 +40,7 @@ def frozen_by(loop: ast.For | ast.AsyncFor) -> tuple[ast.expr, ast.expr] | None:
     return None
 
 
-def thawed_by(loop: ast.For | ast.AsyncFor, listed: ast.expr) -> Iterator[ast.expr]:
+def thawed_by(loop: ast.For | ast.AsyncFor, listed: ast.expr, thawed: Set[str]) -> Iterator[ast.expr]:
     """What the parameters are of that a loop goes over, where it trains some of them, whatever it makes of the others.
 
     `for p in chosen: p.requires_grad = True`, `if "head" in name: p.requires_grad = True`, or
@@ -49,8 +49,11 @@ def thawed_by(loop: ast.For | ast.AsyncFor, listed: ast.expr) -> Iterator[ast.ex
     Args:
         loop: what goes over the parameters.
         listed: what they were listed by: `adapters_of(net)`, `[p for p in net.parameters() if p.ndim > 1]`.
+        thawed: the paths of all that the file trains.
     """
     bound = names_in(loop.target)
+    if thawed.isdisjoint(bound):
+        return
     statements = [part for part in walk(loop) if isinstance(part, ast.stmt)]
     settings = [_sets_training(statement, name) for statement in statements for name in bound]
     if not any(value is not None and _trains_some(value, bound) for value in settings):

@@ -14,15 +14,17 @@ MOVES = frozenset("to cuda half float double bfloat16 cpu".split())
 
 def path_of(node: ast.expr) -> str | None:
     """`self.loss`, `losses['g']`, `model`: the text of an access path; None for anything computed."""
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        base = path_of(node.value)
-        return None if base is None else f"{base}.{node.attr}"
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        base = path_of(node.value)
-        return None if base is None else f"{base}[{node.slice.value!r}]"
-    return None
+    end = ""
+    while True:
+        if isinstance(node, ast.Name):
+            return node.id + end
+        if isinstance(node, ast.Attribute):
+            end = f".{node.attr}{end}"
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            end = f"[{node.slice.value!r}]{end}"
+        else:
+            return None
+        node = node.value
 
 
 def path_of_each(node: ast.expr) -> str | None:
