@@ -7,6 +7,8 @@ import pytest
 from oomfix.audit import Auditor, Selection
 from oomfix.rules import all_rules
 from oomfix.script import Script
+from oomfix.script.facts.trace import Trace
+from oomfix.script.interpreter import follow
 from oomfix.source import Source
 
 ACCUMULATES = """
@@ -105,3 +107,18 @@ def test_four_times_the_functions_take_four_times_the_work(part, copies):
 
 def test_four_times_the_comments_take_four_times_the_work():
     assert bytecodes(SILENCED, 96, audited) < 4.4 * bytecodes(SILENCED, 24, audited)
+
+
+def test_a_call_out_of_sight_does_not_go_through_all_forwards_before_it(monkeypatch):
+    class Counted(dict):
+        passed = 0
+
+        def values(self):
+            for value in super().values():
+                Counted.passed += 1
+                yield value
+
+    monkeypatch.setattr(follow, "Trace", lambda: Trace(forwards=Counted()))
+    script = Script.read(Source.from_bytes("train.py", b"for x in loader:\n" + b"    show(model(x))\n" * 8))
+    assert len(script.trace.forwards) == 8
+    assert Counted.passed == 0

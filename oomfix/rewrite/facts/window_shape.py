@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Set
 from dataclasses import dataclass
 
 from oomfix.rewrite.dataflow.blocks import Blocks
@@ -123,14 +123,14 @@ class WindowShape:
         return None
 
 
-def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks, nodes: Nodes) -> WindowShape:
+def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks, quotients: Set[str]) -> WindowShape:
     """The shape of a window.
 
     Args:
         loop: the loop over batches.
         decision: the test that closes the window.
         blocks: where nodes stand.
-        nodes: those of the file.
+        quotients: see `bound_to_quotients`.
 
     Raises:
         CannotFold: it is not seen to close at every k-th batch, counted from the first of the loop.
@@ -145,7 +145,7 @@ def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks, nodes: Nodes) -> W
     for part in others:
         if not count.is_last(part, negated=skips):
             raise CannotFold(f"the window also waits for `{ast.unparse(part)}`")
-    _check_size(sizes[0], count, nodes)
+    _check_size(sizes[0], count, quotients)
     if count.index in {name for statement in loop.body for name in names_bound(statement)}:
         raise CannotFold(f"`{count.index}` is changed inside of the loop")
     return WindowShape(count, sizes[0], bool(others), skips, test)
@@ -260,7 +260,7 @@ def _shift(node: ast.expr, index: str) -> int | None:
     return None
 
 
-def _check_size(size: ast.expr, count: BatchCount, nodes: Nodes) -> None:
+def _check_size(size: ast.expr, count: BatchCount, quotients: Set[str]) -> None:
     """Whether k is the same number wherever it is asked for."""
     loop = count.loop
     if any(not isinstance(node, _PLAIN) for node in ast.walk(size)):
@@ -277,7 +277,7 @@ def _check_size(size: ast.expr, count: BatchCount, nodes: Nodes) -> None:
         }
     if names & bound or path_of(size) in changed:
         raise CannotFold(f"`{ast.unparse(size)}` may be another number in the loop")
-    if any(_may_be_broken(made.value) for made in _assignments_to(_paths_in(size), nodes)):
+    if not quotients.isdisjoint(_paths_in(size)):
         raise CannotFold(f"`{ast.unparse(size)}` is a quotient, and may be no whole number")
 
 
@@ -286,12 +286,11 @@ def _paths_in(size: ast.expr) -> set[str]:
     return {path for node in nodes if (path := path_of(node)) is not None}
 
 
-def _assignments_to(paths: set[str], nodes: Nodes) -> Iterator[ast.Assign | ast.AnnAssign]:
-    """What may bind a path that the size of a window reads, anywhere in the file."""
-    for made in nodes.of(ast.Assign):
-        if any(path_of(target) in paths for target in made.targets):
-            yield made
-    yield from (made for made in nodes.of(ast.AnnAssign) if path_of(made.target) in paths)
+def bound_to_quotients(nodes: Nodes) -> set[str]:
+    """The paths that the file binds anywhere to what may be no whole number."""
+    broken = [target for node in nodes.of(ast.Assign) if _may_be_broken(node.value) for target in node.targets]
+    broken += [node.target for node in nodes.of(ast.AnnAssign) if _may_be_broken(node.value)]
+    return {path for path in map(path_of, broken) if path is not None}
 
 
 def _may_be_broken(value: ast.expr | None) -> bool:

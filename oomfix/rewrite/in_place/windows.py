@@ -16,7 +16,7 @@ from oomfix.rewrite.dataflow.on_gradients import is_zero_grad
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.scale import reads_gradients
 from oomfix.rewrite.facts.verdict import Verdict
-from oomfix.rewrite.facts.window_shape import CannotFold, WindowShape, shape_of
+from oomfix.rewrite.facts.window_shape import CannotFold, WindowShape, bound_to_quotients, shape_of
 from oomfix.rewrite.in_place.divisions import Divisions
 from oomfix.rewrite.in_place.no_sync import exchange_edits
 from oomfix.rewrite.text.free_names import FreeNames
@@ -65,6 +65,10 @@ class WindowFolder:
         self._wants = wants
         self._names = FreeNames(reading.script)
 
+    @cached_property
+    def _quotients(self) -> set[str]:
+        return bound_to_quotients(self._script.imports.nodes)
+
     def fold(self, verdict: Verdict) -> Folded | None:
         """The edits for a loop's window; None where it has none, or nothing is wrong with it.
 
@@ -82,7 +86,7 @@ class WindowFolder:
             raise CannotFold("it is counted by a loop of its own")
         if window.alternatives or window.elsewhere:
             raise CannotFold("a flag decides which of several steps closes it")
-        shape = shape_of(verdict.loop.node, window.decision, self._blocks, self._script.imports.nodes)
+        shape = shape_of(verdict.loop.node, window.decision, self._blocks, self._quotients)
         self._check_body(verdict, window.decision)
         schedules = [] if shape.closes_on_last else list(self._schedules(verdict, window.decision))
         if schedules and self._makes_one_cycle:
@@ -219,9 +223,16 @@ class WindowFolder:
         """Whether gradients are reset beside the loop whenever it starts, so that those of a tail are lost."""
         epochs = self._blocks.loop_of(loop)
         scope = self._blocks.scope_of(loop)
-        resets = (node for node in self._script.calls_of_method("zero_grad") if not _is_under(node, loop, self._blocks))
-        beside = any(self._blocks.loop_of(n) is epochs and self._blocks.scope_of(n) is scope for n in resets)
+        beside = any(not _is_under(node, loop, self._blocks) for node in self._resets.get((scope, epochs), ()))
         return beside or (epochs is None and isinstance(scope, ast.Module))
+
+    @cached_property
+    def _resets(self) -> dict[tuple[ast.AST | None, ast.AST | None], list[ast.Call]]:
+        """What resets gradients, by the function and the loop in which it stands."""
+        found: dict[tuple[ast.AST | None, ast.AST | None], list[ast.Call]] = {}
+        for call in self._script.calls_of_method("zero_grad"):
+            found.setdefault((self._blocks.scope_of(call), self._blocks.loop_of(call)), []).append(call)
+        return found
 
     def _schedules(self, verdict: Verdict, decision: ast.If) -> Iterator[ast.Call]:
         """The schedules that are stepped where a window closes, and not where the tail of an epoch is stepped."""

@@ -17,23 +17,19 @@ def always_taken_off(nodes: list[tuple[ast.AST, Scope]]) -> frozenset[str]:
 
     `agent.act(x).squeeze(0).detach()`, or `action = agent.act(x)` where `action.detach()` is all that is asked of it.
     """
-    mentions: Counter[str] = Counter()
-    loads: Counter[tuple[Scope, str]] = Counter()
-    for node, scope in nodes:
-        if isinstance(node, ast.Attribute):
-            mentions[node.attr] += 1
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-            mentions[node.id] += 1
-            loads[scope, node.id] += 1
+    attributes = [node for node, _ in nodes if isinstance(node, ast.Attribute)]
+    read = [(node, scope) for node, scope in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     taken: set[ast.expr] = set()
-    for node, _ in nodes:
-        if isinstance(node, ast.Attribute) and node.attr in _TAKING:
-            taken.update(receivers(node.value))
-    taken_loads = Counter((scope, node.id) for node, scope in nodes if isinstance(node, ast.Name) and node in taken)
+    for attribute in attributes:
+        if attribute.attr in _TAKING:
+            taken.update(receivers(attribute.value))
+    loads = Counter((scope, node.id) for node, scope in read)
+    taken_loads = Counter((scope, node.id) for node, scope in read if node in taken)
     for node, scope in nodes:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             key = (scope, node.targets[0].id)
             if 0 < loads[key] == taken_loads[key]:
                 taken.add(node.value)
+    mentions = Counter([*(node.attr for node in attributes), *(node.id for node, _ in read)])
     calls = Counter(last_name(node) for node in taken if isinstance(node, ast.Call))
     return frozenset(name for name, count in calls.items() if name and count == mentions[name])

@@ -238,13 +238,15 @@ class Training(Forwards):
 
         Returns the forwards in it that record a graph.
         """
+        functions = [value for value in values if value.kind is Kind.FUNCTION]
+        if not functions:
+            return ()  # `islice` below goes through all earlier forwards
         earlier, grad = len(self.trace.forwards), self.state.grad
         if looks_like_sampling(path_of(node.func) or ""):
             self.state.grad = min(grad, Graph.MAYBE)  # samplers turn gradients off themselves, most of them
-        for value in values:
-            if value.kind is Kind.FUNCTION:
-                returned = flatten(self._function(node, value, Given()))
-                self.trace.let_escape(returned.origins)
+        for function in functions:
+            returned = flatten(self._function(node, function, Given()))
+            self.trace.let_escape(returned.origins)
         self.state.grad = grad
         called = islice(self.trace.forwards.values(), earlier, None)
         return tuple(forward for forward in called if forward.records_graph)

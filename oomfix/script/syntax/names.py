@@ -37,7 +37,7 @@ def path_of_each(node: ast.expr) -> str | None:
 
 def root_of(path: str) -> str:
     """`self` of `self.loss`, `losses` of `losses['g']`: the name that a path starts with."""
-    return path.split(".", 1)[0].split("[", 1)[0]
+    return path if path.isidentifier() else path.split(".", 1)[0].split("[", 1)[0]
 
 
 def last_of(path: str | None) -> str:
