@@ -227,6 +227,12 @@ def solves_equation_of(name: str) -> bool:
     return name in ("odeint", "odeint_adjoint")
 
 
+def is_functional_transform(qualified: str) -> bool:
+    """Whether a function of functorch, now in `torch.func`, differentiates the function that it is given."""
+    package, _, name = qualified.partition(".")
+    return package == "functorch" and name in ("grad", "grad_and_value", "hessian", "jacfwd", "jacrev", "jvp", "vjp")
+
+
 def runs_what_it_is_given(qualified: str) -> bool:
     """Whether a function calls its first argument, a network or a function, with the others."""
     return qualified == "torch.utils.checkpoint.checkpoint"

@@ -88,7 +88,7 @@ class Externals(Methods):
             return self.run_argument(node, given)
         if (made := self._of_a_kind(node, name, path, given)) is not None:
             return made
-        if name.startswith("torch."):
+        if name.startswith("torch.") or torch_facts.is_functional_transform(name):
             computed = self.computed(self._torch_function(name, last, given))
             if looks_like_loss(last):
                 self.trace.judged.add(computed.origins)
