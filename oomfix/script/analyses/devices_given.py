@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from oomfix.script.syntax.names import last_name, path_of
-from oomfix.script.syntax.nodes import Nodes, names_in
+from oomfix.script.syntax.nodes import Nodes
 from oomfix.script.syntax.parameters import bind_call, defaults_of, named_parameters
 
 
@@ -33,14 +33,17 @@ def all_are_given(nodes: Nodes, is_device: Callable[[str], bool], is_fitting: Ca
     """
     takers = list(_takers(nodes, is_device))
     parameters = {taker.device.arg for taker in takers}
-    passed = (parameters - _chosen_here(nodes, parameters, is_fitting)) | _kept(nodes, parameters, is_fitting)
+    passed = parameters | _kept(nodes, parameters, is_fitting)
 
     def fits(value: ast.expr | None) -> bool:
         return value is not None and (is_fitting(value) or path_of(value) in passed)
 
     if not takers or not _reads(nodes, is_device) <= passed:
         return False
-    return all(taker.calls and all(fits(_given(call, taker)) for call in taker.calls) for taker in takers)
+    values = [_given(call, taker) for taker in takers for call in taker.calls] + list(_bound(nodes, is_device))
+    # what is only handed on comes from somewhere out of sight: an import, a parameter of a function nobody calls
+    settled = any(value is not None and is_fitting(value) for value in values)
+    return settled and all(taker.calls for taker in takers) and all(map(fits, values))
 
 
 def _takers(nodes: Nodes, is_device: Callable[[str], bool]) -> Iterator[_Taker]:
@@ -61,6 +64,15 @@ def _takers(nodes: Nodes, is_device: Callable[[str], bool]) -> Iterator[_Taker]:
             yield _Taker(calls, function.args, constructs, parameter)
 
 
+def _bound(nodes: Nodes, is_device: Callable[[str], bool]) -> Iterator[ast.expr | None]:
+    """What names and attributes of devices are bound to in the file; None for what is taken out of several things."""
+    for node in nodes.of(ast.Assign):
+        for target in node.targets:
+            for part in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                if is_device((path_of(part) or "").rpartition(".")[2]):
+                    yield node.value if part is target else None
+
+
 def _kept(nodes: Nodes, parameters: set[str], is_fitting: Callable[[ast.expr], bool]) -> set[str]:
     """`self.device`, where nothing but a parameter, or one of those devices, is ever assigned to it."""
     assigned: dict[str, list[ast.expr]] = {}
@@ -72,17 +84,6 @@ def _kept(nodes: Nodes, parameters: set[str], is_fitting: Callable[[ast.expr], b
         path
         for path, values in assigned.items()
         if all(path_of(value) in parameters or is_fitting(value) for value in values)
-    }
-
-
-def _chosen_here(nodes: Nodes, parameters: set[str], is_fitting: Callable[[ast.expr], bool]) -> set[str]:
-    """`device` of `device = config["device"]`, where other functions take theirs under the same name."""
-    return {
-        target.id
-        for node in nodes.of(ast.Assign)
-        if not (is_fitting(node.value) or names_in(node.value) & parameters)
-        for target in node.targets
-        if isinstance(target, ast.Name)
     }
 
 

@@ -508,3 +508,38 @@ def test_what_a_function_calls_a_device_and_hands_on_is_what_it_took_it_from(rea
                 update(net, x, y, device)
     """
     assert read(code).devices.may_be_cuda is cuda
+
+
+FITTED = """
+{top}
+
+def fit(net, loader, device):
+    net.to(device)
+    for x, y in loader:
+        criterion(net(x.to(device)), y).backward()
+        optimizer.step()
+
+def main(config):
+    {own}
+    fit(Net(), loader, device)
+
+def again(device):
+    fit(Net(), loader, device)
+
+{given}
+"""
+
+
+@pytest.mark.parametrize(
+    ("top", "own", "given", "cuda"),
+    [
+        ("", "device = 'cpu'", "again('cpu')", False),
+        ("", "pass", "again('cpu')", False),
+        ("", "device = config['device']", "again('cpu')", True),
+        ("", "device, seed = config['device'], 0", "again('cpu')", True),
+        ("from settings import *", "pass", "again(device)", True),
+        ("from settings import device", "pass", "again(device)", True),
+    ],
+)
+def test_what_functions_only_hand_on_from_elsewhere_is_no_decision_for_the_processor(read, top, own, given, cuda):
+    assert read(FITTED.format(top=top, own=own, given=given)).devices.may_be_cuda is cuda
