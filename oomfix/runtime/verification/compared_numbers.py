@@ -23,12 +23,14 @@ class Bent:
         exceeds: it was compared with a plain number, and would be treated alike if it were any larger, or not; None:
             it was not.
         of_nothing: something had been counted before, and there was nothing of it.
+        counted_of: it was asked whether a count is 0, or all there may be, of so many entries; None: it was not.
     """
 
     value: torch.Tensor
     computed: bool = False
     exceeds: bool | None = None
     of_nothing: bool = False
+    counted_of: int | None = None
 
     def is_nothing(self) -> bool:
         """Whether it is one number, computed, and 0, or may have been made of a count that is."""

@@ -75,18 +75,19 @@ def _bend_apart(whole: list[Bent], part: list[Bent]) -> bool:
     """
     if len(whole) != len(part):
         return False
-    pairs = [(a.value, b.value) for a, b in zip(whole, part, strict=True)]
+    pairs = [(a.value, b.value) for a, b in zip(whole, part, strict=True) if a.counted_of == b.counted_of]
     return any(a.shape == b.shape and a.numel() and not close(a, b) for a, b in pairs)
 
 
 def _go_across(whole: _Run, rows: int, part: _Run, rows_of_part: int) -> bool:
     """Whether something goes across samples, by its size in a run on all rows and on a part.
 
-    Another number of such functions is that of a loop over samples, whose sizes are their own.
+    Another number of functions of a kind is that of a loop over samples, whose sizes are their own.
     """
-    if len(whole.watch.across) != len(part.watch.across):
-        return False
-    return any(a.grows(rows, b, rows_of_part) for a, b in zip(whole.watch.across, part.watch.across, strict=True))
+    of_whole, of_part = whole.watch.across, part.watch.across
+    kinds = [kind for kind in of_whole if len(of_whole[kind]) == len(of_part.get(kind, ()))]
+    pairs = ((a, b) for kind in kinds for a, b in zip(of_whole[kind], of_part[kind], strict=True))
+    return any(a.grows(rows, b, rows_of_part) for a, b in pairs)
 
 
 def _are_cut_later(whole: _Run, rows: int, part: _Run, rows_of_part: int, batch: int) -> bool:

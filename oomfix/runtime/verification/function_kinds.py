@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from oomfix.runtime.verification.truths import EQUALS, NAMES
+from oomfix.runtime.verification.truths import COUNTS, EQUALS, NAMES, ORDERS
 
 # functions that select among values along a dimension, or draw indices below a bound
 _SELECTIONS = ("topk", "kthvalue", "sort", "argsort", "msort", "median", "nanmedian")
@@ -22,17 +22,12 @@ _STEPS = ("floor", "ceil", "round", "trunc", "fix", "frac", "sign", "sgn", "heav
           "bitwise_right_shift")  # fmt: skip
 _DIVISIONS = ("div", "divide")  # these round too, where they are asked to
 _CASTS = ("long", "int", "short", "to", "type")  # and these, where the result is whole
-# these count, where they are taken of everything
-_COUNTS = ("sum", "count_nonzero")
 # these bend too, where what they are taken of is a few numbers for the whole batch
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 # these give each of what is marked its number
 _NUMBERINGS = ("cumsum", "cumsum_")
 # these say where the samples are that some are picked by
 _PICKING = ("nonzero", "argwhere", "masked_select")
-# what a program may branch on: `if loss > 1`
-_COMPARES = ("gt", "ge", "lt", "le", "greater", "greater_equal", "less", "less_equal", "__gt__", "__ge__", "__lt__",
-             "__le__")  # fmt: skip
 # others that give a mask
 _MASKS = (*EQUALS, "isfinite", "__invert__", "logical_not", "bitwise_not",
           "__and__", "logical_and", "bitwise_and", "__or__", "logical_or", "bitwise_or")  # fmt: skip
@@ -77,7 +72,7 @@ BENDING = (Kind.BENDS, Kind.STEPS, Kind.COMPARES, Kind.SELECTS, Kind.EXTREMES, K
 def kind_of(func: Any) -> Kind:
     """The kind of `func`, read off its name once."""
     name = getattr(func, "__name__", "")
-    if name in _COMPARES:
+    if name in ORDERS:
         return Kind.COMPARES
     if name in _BENDS:
         return Kind.BENDS
@@ -87,7 +82,7 @@ def kind_of(func: Any) -> Kind:
         return Kind.DIVIDES
     if name in _CASTS:
         return Kind.CASTS
-    if name in _COUNTS:
+    if name in COUNTS:
         return Kind.COUNTS
     if name in _MASKS:
         return Kind.MASKS

@@ -20,7 +20,7 @@ from oomfix.runtime.verification.compared_numbers import Bent, exceeds, told_whe
 from oomfix.runtime.verification.computed_masks import ComputedMasks
 from oomfix.runtime.verification.function_kinds import BENDING, IN_PLACE, MAY_PICK, Kind, kind_of
 from oomfix.runtime.verification.hinges import Hinges
-from oomfix.runtime.verification.truths import EQUALS, truth_of
+from oomfix.runtime.verification.truths import EQUALS, Counts, truth_of
 
 _MOST_ENTRIES = 1024  # of a tensor that is kept to be compared
 
@@ -66,7 +66,7 @@ class Across:
 
     Attributes:
         number: how many values an extreme (max, argmin) was taken of, along a dimension, or were numbered there, or
-            went into a function that bends one by one.
+            went into a function that bends one by one, or gives a mask, or which there was a question about.
         by_pairs: it goes across if the number grows with the pairs of samples, not with the samples.
     """
 
@@ -111,7 +111,7 @@ class Watch(TorchFunctionMode):
             in the order of the calls; empty where it is large.
         truths: see `truths`.
         selected_among: how many values each selection of floats was made among, and the bound of each draw of indices.
-        across: what may go across samples, see `Across`.
+        across: what may go across samples, see `Across`, by the kind of function.
         kept: the first entries that were kept of others.
         masks: those that were computed by comparing.
         hinges: those that were called.
@@ -144,8 +144,9 @@ class Watch(TorchFunctionMode):
         self.bent: list[Bent] = []
         self.truths: list[bool] = []
         self._counted_nothing = False
+        self._counts = Counts()
         self.calls = 0
-        self.across: list[Across] = []
+        self.across: dict[Kind, list[Across]] = {}
         self.kept: list[Kept] = []
         self.masks = ComputedMasks(rows, gaps, steps_first)
         self.hinges = Hinges(opened)
@@ -192,7 +193,10 @@ class Watch(TorchFunctionMode):
         if kind is Kind.READS:
             return self._read(func(*args), args[0])
         if kind in (Kind.CASTS, Kind.COUNTS):
-            return self._note_made(kind, func(*args, **kwargs), args)
+            made = self._note_made(kind, func(*args, **kwargs), args)
+            if kind is Kind.COUNTS:
+                self._counts.note(func.__name__, args, made)
+            return made
         if kind is Kind.ADDS:
             if func.__name__ in IN_PLACE:
                 self._about_to_write(args)
@@ -206,7 +210,7 @@ class Watch(TorchFunctionMode):
         elif kind is Kind.NUMBERS:
             self._number_marked(args, kwargs)
         elif kind is Kind.BENDS:
-            self._bend_each(*args[:1])
+            self._take_each(kind, *args[:1])
         elif kind is Kind.DRAWS_INDICES:
             bounds = [number for number in args[:2] if isinstance(number, int)]
             self.selected_among += bounds[-1:]
@@ -220,7 +224,10 @@ class Watch(TorchFunctionMode):
             values = result[0] if isinstance(result, tuple) else result
             self.bent.append(Bent(torch.tensor(values.numel())))
         self._note_truth(kind, func, args, result)
-        return self.masks.computed(result) if kind in (Kind.COMPARES, Kind.MASKS) else result
+        if kind not in (Kind.COMPARES, Kind.MASKS):
+            return result
+        self._take_each(kind, result)
+        return self.masks.computed(result)
 
     def _note_made(self, kind: Kind, result: Any, args: tuple[Any, ...]) -> Any:
         """Note that a number for the whole batch was made whole, or that nothing was counted."""
@@ -244,15 +251,19 @@ class Watch(TorchFunctionMode):
         return bool(self.truths or self.kept) or any(one.computed and one.value.numel() == 1 for one in self.bent)
 
     def _note_truth(self, kind: Kind, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        if kind is Kind.DECIDES or (kind is Kind.MASKS and func.__name__ in EQUALS):
-            truth = truth_of(func.__name__, args, result)
+        if kind in (Kind.DECIDES, Kind.COMPARES) or (kind is Kind.MASKS and func.__name__ in EQUALS):
+            truth = truth_of(func.__name__, args, result, self._counts)
             if truth is not None:
                 self.truths.append(truth)
+                self._note_across(Kind.DECIDES, Across(self._counts.entries(args[0]), by_pairs=True))
 
     def _note_bent(self, func: Any, values: tuple[Any, ...]) -> None:
         bent = [self._kept(value) for value in values if isinstance(value, torch.Tensor)]
         if len(bent) == 1 and len(values) == 2 and kind_of(func) is Kind.COMPARES and bent[0].value.numel() == 1:
             bent = [replace(bent[0], exceeds=exceeds(func.__name__, bent[0].value.item(), values[1]))]
+        if self._counts.asks(func.__name__, values):
+            # what is true of all parts is true of the whole; of entries that are not those of samples it need not be
+            bent = [replace(one, computed=False, counted_of=self._counts.entries(values[0])) for one in bent]
         # the numbers that `where` chooses from are often 0
         self.bent += [replace(one, computed=False) for one in bent] if func.__name__ == "where" else bent
 
@@ -309,11 +320,11 @@ class Watch(TorchFunctionMode):
     def _take_extreme(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = args[0] if args else kwargs.get("input")
         if isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), torch.Tensor):
-            self._bend_each(values)  # the larger of two
+            self._take_each(Kind.EXTREMES, values)  # the larger of two
             return
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if isinstance(values, torch.Tensor) and isinstance(dim, int) and -values.dim() <= dim < values.dim():
-            self.across.append(Across(values.shape[dim], by_pairs=False))
+            self._note_across(Kind.EXTREMES, Across(values.shape[dim], by_pairs=False))
 
     def _keep_first(self, values: Any, taken: Any) -> None:
         first = taken[0] if isinstance(taken, tuple) and taken else taken
@@ -332,11 +343,14 @@ class Watch(TorchFunctionMode):
         if marks is None or marks.layout != torch.strided or marks.dim() < 2 or not -marks.dim() <= dim < marks.dim():
             return
         if not marks.is_complex() and bool(((marks == 0) | (marks == 1)).all()):
-            self.across.append(Across(values.shape[dim], by_pairs=False))
+            self._note_across(Kind.NUMBERS, Across(values.shape[dim], by_pairs=False))
 
-    def _bend_each(self, values: Any = None) -> None:
+    def _take_each(self, kind: Kind, values: Any = None) -> None:
         if isinstance(values, torch.Tensor) and values.dim():
-            self.across.append(Across(values.numel(), by_pairs=True))
+            self._note_across(kind, Across(values.numel(), by_pairs=True))
+
+    def _note_across(self, kind: Kind, across: Across) -> None:
+        self.across.setdefault(kind, []).append(across)
 
     def _cross_entropy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ignored = kwargs.get("ignore_index", -100)
