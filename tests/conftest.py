@@ -1,6 +1,8 @@
 """What no test leaves to the next, and no property depends on: how fast the machine is."""
 
 import gc
+import importlib
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +15,8 @@ def pytest_collection_finish():
     """What was imported lives as long as the tests: no collection need go through it, as each after an error of memory
     would.
     """
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # as the first optimizer does
     gc.collect()
     gc.freeze()
 

@@ -1,12 +1,10 @@
-"""Run by test_data_parallel.py with torchrun: cases on processes that each hold a replica, beside plain loops of DDP.
+"""Run by test_data_parallel.py: cases on processes that each hold a replica, beside plain loops of DDP.
 
 Every case prints one line for each process: what the test compares. All models and batches are float64.
 """
 
 import copy
 import gc
-import json
-import logging
 import sys
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
@@ -23,6 +21,7 @@ from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.processes import replicas
 from oomfix.runtime.recovery import rungs
 from oomfix.runtime.techniques import chunked_losses, offloading
+from tests.runtime import torchrun
 
 
 class Trouble(torch.autograd.Function):
@@ -743,9 +742,4 @@ LAST = {"fewer batches": fewer_batches}
 
 
 if __name__ == "__main__":
-    logging.getLogger("oomfix").setLevel(logging.ERROR)
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:] or CASES:
-        found = {**CASES, **LAST}[name](dist.get_rank())
-        print(json.dumps({"case": name, "rank": dist.get_rank(), **found}), flush=True)
-    dist.destroy_process_group()
+    torchrun.answer({**CASES, **LAST}, sys.argv[1:] or [*CASES])

@@ -1,9 +1,6 @@
-"""Run with torchrun, by name: cases where processes wait for each other inside of the forward."""
+"""Run by name: cases where processes wait for each other inside of the forward."""
 
-import json
-import logging
 import sys
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -17,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oomfix import runtime
 from oomfix.runtime.calls import distributed
+from tests.runtime import torchrun
 from tests.runtime.data_parallel import Trouble, batches, memory_of, sgd
 
 
@@ -464,10 +462,4 @@ CASES = {
 
 
 if __name__ == "__main__":
-    logging.getLogger("oomfix").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", FutureWarning)
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        found = {**OF_SHARDS, **CASES, **LAST}[name](dist.get_rank())
-        print(json.dumps({"case": name, "rank": dist.get_rank(), **found}), flush=True)
-    dist.destroy_process_group()
+    torchrun.answer({**OF_SHARDS, **CASES, **LAST}, sys.argv[1:])

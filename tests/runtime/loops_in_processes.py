@@ -1,13 +1,10 @@
-"""Run by test_loops_in_processes.py with torchrun: whole training loops on two processes, beside plain torch.
+"""Run by test_loops_in_processes.py: whole training loops on two processes, beside plain torch.
 
 Every case runs with DistributedDataParallel and, from torch 2.13 on, with FSDP2. All models and batches are float64,
 unless said.
 """
 
-import json
-import logging
 import sys
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -15,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from oomfix import runtime
 from oomfix.runtime.compat import OutOfMemoryError
+from tests.runtime import torchrun
 from tests.runtime.data_parallel import Stack, batches, memory_of, sgd, small_tensors_count
 
 # bringing FSDP2 back after an error is what torch 2.13 has learned
@@ -323,11 +320,4 @@ if SHARDS:
 
 
 if __name__ == "__main__":
-    logging.getLogger("oomfix").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", FutureWarning)
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:] or CASES:
-        found = CASES[name](dist.get_rank())
-        runtime.reset()
-        print(json.dumps({"case": name, "rank": dist.get_rank(), **found}), flush=True)
-    dist.destroy_process_group()
+    torchrun.answer(CASES, sys.argv[1:] or [*CASES])

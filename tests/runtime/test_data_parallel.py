@@ -192,7 +192,7 @@ def test_what_works_inside_of_the_backward_of_ddp_is_refused_by_name(found):
     "arguments", [(), pytest.param(("--shard",), marks=needs_fully_shard)], ids=["replicas", "shards"]
 )
 def test_the_example_trains_two_processes_alike(arguments):
-    status, printed, said = torchrun.run("examples/distributed.py", *arguments)
+    status, printed, said = torchrun.run(*torchrun.TORCHRUN, "examples/distributed.py", *arguments)
     assert status == 0, said[-4000:]
     assert "batches in 2 micro-batches, 3 training calls" in printed
     for rank in (0, 1):

@@ -1,40 +1,52 @@
-"""Running a script of cases under torchrun; a run that hangs is ended, and fails."""
+"""Running scripts, and cases of a script, on two processes; a run that hangs is ended, and fails."""
 
+import gc
+import importlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+from torch import multiprocessing
+
+from oomfix import runtime
+
 ROOT = Path(__file__).parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+Case = Callable[[int], dict]
 
 
-def run(script: str, *arguments: str, limit_s: float = 400) -> tuple[int, str, str]:
-    """Run `script`, a path below the root of the repository, as two processes, and end them when time is up.
+def run(*command: str, limit_s: float = 400) -> tuple[int, str, str]:
+    """Run Python with `command` in the root of the repository, and end all that it started when time is up.
 
     The limit is far from what a slow machine takes: processes that wait for each other wait for half an hour.
 
     Returns:
         The exit status, and what they wrote to standard output and standard error.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     started = subprocess.Popen(
-        [*command, str(ROOT / script), *arguments],
+        [sys.executable, *command],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
         printed, said = started.communicate(timeout=limit_s)
     finally:
-        # torchrun and what it started: whoever waits for another process would wait on
+        # what it started too: whoever waits for another process would wait on
         if started.poll() is None:
             os.killpg(started.pid, signal.SIGKILL)
     return started.returncode, printed, said
 
 
 def cases(script: str, *names: str) -> dict[str, list[dict]]:
-    """What each process found in each case, by the name of the case; the first process comes first."""
+    """What each process found in each case of `script`, by the name of the case; the first process comes first."""
     status, printed, said = run(script, *names)
     assert status == 0, said[-4000:]
     text, decoder, found = printed.lstrip(), json.JSONDecoder(), {}
@@ -44,3 +56,27 @@ def cases(script: str, *names: str) -> dict[str, list[dict]]:
         found.setdefault(result["case"], {})[result["rank"]] = result
         text = text[end:].lstrip()
     return {name: [of_rank[0], of_rank[1]] for name, of_rank in found.items()}
+
+
+def answer(cases: dict[str, Case], names: Sequence[str]) -> None:
+    """Run cases on two processes, and print what each process found, a line each.
+
+    They are forked from one that has imported everything, which takes longer than most cases do. What was imported
+    lives on: no collection after an error of memory need go through it.
+    """
+    logging.getLogger("oomfix").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
+    importlib.import_module("torch._dynamo")  # as the first optimizer does
+    gc.collect()
+    gc.freeze()
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(_answer, (f"{folder}/meeting", cases, names), nprocs=2, start_method="fork")
+
+
+def _answer(rank: int, meeting: str, cases: dict[str, Case], names: Sequence[str]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    for name in names:
+        found = cases[name](rank)
+        runtime.reset()
+        print(json.dumps({"case": name, "rank": rank, **found}), flush=True)
+    dist.destroy_process_group()
