@@ -12,11 +12,21 @@ settings.load_profile("any machine")
 
 
 def pytest_collection_finish():
-    """What was imported lives as long as the tests: no collection need go through it, as each after an error of memory
-    would.
-    """
     if "torch" in sys.modules:
         importlib.import_module("torch._dynamo")  # as the first optimizer does
+    keep_what_lives()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    if nextitem is not None and nextitem.path != item.path:
+        keep_what_lives()
+
+
+def keep_what_lives():
+    """What was imported, or made once, lives as long as the tests: no collection need go through it, as each after an
+    error of memory would.
+    """
     gc.collect()
     gc.freeze()
 
