@@ -3,6 +3,7 @@
 import pytest
 
 from tests.rewrite.equivalence import assert_same_bits, parts_as_whole, rewritten, run
+from tests.rewrite.small_loops import apply, assert_trains_the_same
 
 GAN = """\
 import torch
@@ -225,3 +226,37 @@ def test_samples_of_an_iteration_are_not_given_to_the_rounds_of_a_loop_within():
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["in-place"] * 2
     assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+TWO_HEADS = """\
+    encoder = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    first, second = nn.Linear(4, 2), nn.Linear(2, 2)
+    one = torch.optim.SGD(first.parameters(), lr=0.1)
+    two = torch.optim.SGD(second.parameters(), lr=0.1)
+    for x, y in loader * 2:
+        one.zero_grad()
+        two.zero_grad()
+
+        seen = encoder(x){detached}
+        half = seen[:, ::2]
+
+        loss_of_first = F.cross_entropy(first(seen), y)
+        loss_of_second = F.cross_entropy(second(half), y)
+        print(loss_of_first.item(), loss_of_second.item())
+
+        loss_of_first.backward({kept})
+        loss_of_second.backward()
+        one.step()
+        two.step()
+    """
+
+
+def test_two_heads_on_what_a_network_gave_without_its_graph_are_split_each():
+    text = assert_trains_the_same(TWO_HEADS.format(detached=".detach()", kept=""))
+    assert text.count("memory.forward_backward(") == 2
+    assert "\n\n\n" not in text[text.index("for x, y") :]
+
+
+def test_two_heads_on_one_graph_stay_in_place():
+    _, loops = apply(TWO_HEADS.format(detached="", kept="retain_graph=True"))
+    assert [form for form, _ in loops] == ["in-place"]

@@ -35,7 +35,7 @@ from oomfix.rewrite.slicing.lifting import Lifting
 from oomfix.rewrite.slicing.object_batches import why_perhaps_whole
 from oomfix.rewrite.slicing.repeated_output import why_said_again
 from oomfix.rewrite.slicing.run_ahead import RunAhead, behind
-from oomfix.rewrite.slicing.slices import Slicer, records_nothing
+from oomfix.rewrite.slicing.slices import Slicer, detaches, records_nothing
 from oomfix.rewrite.text.free_names import FreeNames
 from oomfix.rules.base import Edit
 from oomfix.script.facts.trace import Loop
@@ -311,12 +311,12 @@ class _Lifter:
         )
 
     def _gives_no_graph(self, statement: ast.stmt, second: Site) -> bool:
-        """Whether a statement draws noise, or ran a network without its graph at once, as that of a teacher."""
+        """Whether a statement draws noise, or a network's graph was gone at once, as that of a teacher."""
         if makes_constant(statement):
             return True
         run, forwards = set(self._calls_run.by(statement)), self._script.trace.forwards
         through = (forwards[origin].node for origin in self._origins_of(second.statement) if origin in forwards)
-        return records_nothing(statement) and run.isdisjoint(through)
+        return (records_nothing(statement) or detaches(statement)) and run.isdisjoint(through)
 
     def _graph_is_freed(self, first: Lift, second: Site) -> bool:
         """Whether the first backward goes through all networks that its slice runs, and the second through none.

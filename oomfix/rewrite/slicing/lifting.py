@@ -32,6 +32,8 @@ class Lifting:
         self._unread = names.one_of("loss", "batch_loss")
         """For a loss that nobody reads where `_` is taken."""
         self._function = ""
+        self._parted = -1
+        """Where the text goes on below an edit that ends with a blank line."""
 
     def edits(self, lift: Lift, function: str) -> list[Edit]:
         """The edits that put a slice into a function of this name, and call it in place of the backward.
@@ -67,7 +69,10 @@ class Lifting:
         if not resets or text.is_parted(lift.site.statement):
             resets.append("")
         bound = self._bound_under_tests(lift, text.margin)
+        if text.start == self._parted and definition[0] == "":
+            del definition[0]
         lines = [*definition, *resets, *comments, *call[:-1], call[-1] + behind, *bound, *below, *after]
+        self._parted = -1 if lines[-1] else stop + len(newline)
         return [Edit(text.start, stop, newline.join(lines)), *self._without_names(lift)]
 
     @staticmethod

@@ -178,7 +178,7 @@ class Slicer:
     def _starts_of_running(self, running: list[int], site: Site, chain: list[int]) -> list[int]:
         trained = [index for index in running if self._trains(site.block[index])]
         if not trained or trained[0] == running[0]:
-            later = [index for index in trained if not _detaches(site.block[index])]
+            later = [index for index in trained if not detaches(site.block[index])]
             return [running[0], *later[:1]]
         ahead = (site.block[index] for index in chain if index < trained[0])
         drawn = any(self._helpers.draw_random_numbers(statement) for statement in ahead)
@@ -341,7 +341,7 @@ def records_nothing(statement: ast.stmt) -> bool:
     return off and not any(last_name(call) in _RECORDING for call in calls_in(statement))
 
 
-def _detaches(statement: ast.stmt) -> bool:
+def detaches(statement: ast.stmt) -> bool:
     """`fake = generator(noise).detach()`."""
     return isinstance(statement, ast.Assign) and called_name(statement.value) == "detach"
 
