@@ -457,6 +457,22 @@ def test_a_mean_over_what_a_mask_leaves_is_seen_where_it_leaves_as_much_of_each_
     assert verdict_of(over_samples, model, (x, left), 5).rule is not None
 
 
+@pytest.mark.parametrize("distribution", ["normal", "categorical"])
+def test_a_distribution_that_checks_its_arguments_hides_no_mask(distribution):
+    """What it compares for itself is no mask: with a gap, it would refuse its arguments, and the check tell nothing."""
+    model, actions = network(), torch.arange(12) % 4
+
+    def of_likely_actions(x, actions):
+        out = model(x)
+        if distribution == "normal":
+            surprise = -torch.distributions.Normal(out, torch.ones_like(out)).log_prob(torch.zeros_like(out))
+        else:
+            surprise = -torch.distributions.Categorical(logits=out).log_prob(actions)
+        return surprise[surprise < 1e3].mean()
+
+    assert verdict_of(of_likely_actions, model, (rows(12), actions), 5).units == "targets"
+
+
 @pytest.mark.parametrize("labels", [[0, 1, 2, 3] * 3, [3] * 6 + [0] * 6])
 def test_sequences_that_must_lie_by_length_are_looked_at_in_the_order_of_the_batch(labels):
     """`pack_padded_sequence` asks for the longest first, as the batch has them."""

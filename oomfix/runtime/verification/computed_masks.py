@@ -7,6 +7,7 @@ row hides what becomes of the rows that it leaves elsewhere, a figure of a log f
 row when the check runs once more.
 """
 
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 
 from oomfix.runtime import compat, simulation
 from oomfix.runtime.batches.sample_dims import Dim, as_it_was, by_row
+
+_MOST_FRAMES = 10
+"""Between a comparison and what sees it: the modes of torch that a check runs in."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class ComputedMasks:
         """
         self.seen.append(None)
         found = self._of_rows(mask)
-        if found is None:
+        if found is None or _is_of_a_constraint():
             return mask
         (in_rows, dim), entries = found, found[0].reshape(self._rows, -1)
         counts = entries.sum(1)
@@ -98,3 +102,15 @@ def _of_both(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> I
         for number, (mask, other) in enumerate(zip(whole, part, strict=True)):
             if mask is not None and other is not None and mask.per_row == other.per_row:
                 yield number, mask
+
+
+def _is_of_a_constraint() -> bool:
+    """Whether a comparison is one by which a distribution checks its arguments: with a gap, it would refuse them."""
+    frame = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame.f_globals.get("__name__") == "torch.distributions.constraints":
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
