@@ -114,15 +114,11 @@ SOURCES = {
 BUDGETS_GIB = {"large": 5, "recovering": 2}
 
 
-# every run is a process of its own, forked from one that has torch imported: that takes longer than most runs; no
-# collection in them need go through what was imported
+# every run is a process of its own, forked from one that has torch imported: that takes longer than most runs
 FORK_SERVER = """
-import gc, json, os, sys
+import json, os, sys
 import torch._dynamo
 from oomfix.profile import run
-
-gc.collect()
-gc.freeze()
 
 def start(name, arguments):
     child = os.fork()

@@ -55,4 +55,5 @@ def work(rank: int, place: str) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(work, (sys.argv[1],), nprocs=2)
+    # forked, what was imported is there already
+    mp.start_processes(work, (sys.argv[1],), nprocs=2, start_method="fork")
