@@ -748,6 +748,18 @@ def test_another_method_may_be_anything_where_the_network_itself_is_trained_besi
     assert report(LIKELIHOOD.format(called=called).replace("flow.parameters", "other.parameters")) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("flow.parameters()", [("OOM202", 5)]),
+        ("[weight for name, weight in flow.named_parameters() if 'scale' in name]", [("OOM202", 5)]),
+        ("[weight for name, weight in flow.named_shapes() if 'scale' in name]", []),
+    ],
+)
+def test_one_that_is_all_of_a_network_whose_parameters_are_trained_runs_it(report, given, found):
+    assert report(LIKELIHOOD.format(called="outer_loop(x)").replace("flow.parameters()", given)) == found
+
+
 LIKELIHOOD = """
     flow = Flow().cuda()
     optimizer = torch.optim.Adam(flow.parameters())

@@ -10,6 +10,7 @@ from oomfix.script.facts.named_like import is_likelihood, is_loss_not_weight
 from oomfix.script.facts.trace import Backward, Forward, Step, Trace
 from oomfix.script.syntax.names import MOVES, last_of, path_of, undistributed
 
+_PARAMETERS = ("parameters", "named_parameters")
 _OF_ITS_OWN = frozenset({"optimizer", "optim", "opt"})
 """Under these names a network holds the optimizer of its parameters."""
 
@@ -79,7 +80,7 @@ def methods_of_trained(trace: Trace, calls: Sequence[ast.Call], assignments: Seq
         ran = list(trace.forwards_of(backward.origins))
         for forward in ran:
             network = undistributed(forward.path or "").rpartition(".")[0]
-            trained = f"{network}.parameters" in called or f"{network}.train" in called
+            trained = any(f"{network}.{asked}" in called for asked in (*_PARAMETERS, "train"))
             if forward.direct or forward.evaluating or backward.unseen or not trained:
                 continue
             if len({one.method for one in ran}) == 1 or _is_run_by_one_method(network, ran, called, assignments):
@@ -97,7 +98,7 @@ def _is_run_by_one_method(
     around = _made_around(network, assignments)
     if network in called or any(forward.path in around for forward in ran):
         return False
-    placed = any(f"{network}.{asked}" in called for asked in ("parameters", *MOVES))
+    placed = any(f"{network}.{asked}" in called for asked in (*_PARAMETERS, *MOVES))
     return placed and len({forward.method for forward in ran if _is_of(forward, network)}) == 1
 
 
