@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -16,11 +15,9 @@ from oomfix.runtime.batches.batch import Batch
 from oomfix.runtime.batches.bounds import Bounds
 from oomfix.runtime.batches.outputs import Weight
 from oomfix.runtime.batches.rows import Gaps, first_part, make_gaps
-from oomfix.runtime.batches.rule_choice import close
 from oomfix.runtime.memory.oom import is_out_of_memory
 from oomfix.runtime.state.attributes import Attributes, Containers
 from oomfix.runtime.state.data_places import DataPlaces
-from oomfix.runtime.state.drawing_calls import Shape
 from oomfix.runtime.state.gradients import GradientsNoted
 from oomfix.runtime.state.probe import Draws, Probe, Writes, storages_of
 from oomfix.runtime.state.random_state import RandomState, is_generator
@@ -31,92 +28,19 @@ from oomfix.runtime.state.whole_draws import DrawnShapes, sizes_by_rows
 from oomfix.runtime.verification.border import around_checked
 from oomfix.runtime.verification.compared_numbers import Bent
 from oomfix.runtime.verification.computed_masks import alike, empty
-from oomfix.runtime.verification.counted_first import Amount, DividedMeans, Means, NotedMeans, are_counted, vary
+from oomfix.runtime.verification.counted_first import DividedMeans, Means, NotedMeans, are_counted, vary
 from oomfix.runtime.verification.divisors import Divisor, common_bound, counting, divisors, read
 from oomfix.runtime.verification.evidence import Evidence, Runs
 from oomfix.runtime.verification.hinges import closed_alike
 from oomfix.runtime.verification.left_attributes import Left, left_by
+from oomfix.runtime.verification.one_run import OneRun
 from oomfix.runtime.verification.own_targets import Noted, OwnMeans
+from oomfix.runtime.verification.thresholds import are_cut_later, go_across, note_thresholds
 from oomfix.runtime.verification.told_numbers import ToldNumbers
 from oomfix.runtime.verification.watching import HeldOut, Watch
 
 _WROTE_BATCH = "it writes its batch in place, of which micro-batches would be copies"
 _WROTE = "it writes parameters, buffers or other tensors that outlive it"
-
-
-@dataclass
-class _Run:
-    """What one run showed; see `Evidence` and `probe.Probe`.
-
-    Attributes:
-        drawn_shapes: see `whole_draws.DrawnShapes`; empty in a light run.
-        added: containers of the program that were only added to, a record of what went by unless they are read.
-        functions_tell: the functions called show the same cross entropies and selections as the operations that ran.
-    """
-
-    result: Any
-    left: Left
-    added: Left
-    nll_weights: list[float]
-    divisors: list[Divisor]
-    selected_among: list[int]
-    watch: Watch
-    calls: int
-    differentiates: bool
-    terms: list[torch.Tensor]
-    drawn_shapes: list[tuple[str, Shape]]
-    functions_tell: bool
-
-
-def _bend_apart(whole: list[Bent], part: list[Bent]) -> bool:
-    """Whether something of one shape, but not one value, went into the functions that bend, on all rows and on a part.
-
-    Other numbers of such functions are those of a loop over samples, which bends each by itself.
-    """
-    if len(whole) != len(part):
-        return False
-    pairs = [(a.value, b.value) for a, b in zip(whole, part, strict=True) if a.counted_of == b.counted_of]
-    return any(a.shape == b.shape and a.numel() and not close(a, b) for a, b in pairs)
-
-
-def _go_across(whole: _Run, rows: int, part: _Run, rows_of_part: int) -> bool:
-    """Whether something goes across samples, by its size in a run on all rows and on a part.
-
-    Another number of functions of a kind is that of a loop over samples, whose sizes are their own.
-    """
-    of_whole, of_part = whole.watch.across, part.watch.across
-    kinds = [kind for kind in of_whole if len(of_whole[kind]) == len(of_part.get(kind, ()))]
-    pairs = ((a, b) for kind in kinds for a, b in zip(of_whole[kind], of_part[kind], strict=True))
-    return any(a.grows(rows, b, rows_of_part) for a, b in pairs)
-
-
-def _are_cut_later(whole: _Run, rows: int, part: _Run, rows_of_part: int, batch: int) -> bool:
-    """Whether the first entries of something are kept: all of a few rows, and not all of a batch of so many."""
-    if len(whole.watch.kept) != len(part.watch.kept):
-        return False
-    pairs = zip(whole.watch.kept, part.watch.kept, strict=True)
-    return any(a.cuts_more(rows, b, rows_of_part, batch) for a, b in pairs)
-
-
-def _count_nothing(whole: list[Bent], part: list[Bent]) -> bool:
-    """Whether a number was 0, as a count is of rows of which none counts: for other rows it may be apart."""
-    return len(whole) == len(part) and any(a.is_nothing() and b.is_nothing() for a, b in zip(whole, part, strict=True))
-
-
-def _bounded(run: _Run, counting: Sequence[int], amounts: Sequence[Amount]) -> set[int]:
-    """Places of what went into functions that bend, and became nothing but a divisor that counts."""
-    bounded = [divisor.bounded for position, divisor in enumerate(run.divisors) if position in counting]
-    return {place for one in (*bounded, *amounts) if one is not None for place in one.bent}
-
-
-def _compared(bent: Sequence[list[Bent]], amounts: Sequence[list[Amount]]) -> set[int]:
-    """Places of divisors that count, and that the program compares with a plain number, in all runs."""
-    places = set(range(len(bent[0])))
-    for of_run, divided_by in zip(bent, amounts, strict=True):
-        if len(of_run) == len(bent[0]):  # others are those of a loop over samples, or were not watched
-            divisors = [amount.number for amount in divided_by if amount.may_be_bounded]
-            places &= {place for place, one in enumerate(of_run) if one.is_compared(divisors)}
-    return places
 
 
 def compare(
@@ -228,7 +152,7 @@ class _Comparison:
             self._own_means = OwnMeans([None] * len(amounts), self._noted.batch, count, amounts)
         elif self._noted is not None and places:
             self._own_means = OwnMeans(places, self._noted.batch, count)
-        parts: list[_Run] = []
+        parts: list[OneRun] = []
         drawn_shapes = [whole.drawn_shapes]
         after = RandomState(own=self._own, of_cpu=False) if found.drew_besides_torch else None
         found.once_outside = after is not None and self._how.replays
@@ -246,12 +170,12 @@ class _Comparison:
             # what is selected among a number of entries that grows with the rows cannot be judged on a few rows
             pairs = zip(whole.selected_among, part.selected_among, strict=False)
             found.selects |= any(total != among for total, among in pairs)
-            found.selects |= _are_cut_later(whole, count, part, end - begin, self._batch.size)
+            found.selects |= are_cut_later(whole, count, part, end - begin, self._batch.size)
             if begin == 0:
                 masks = whole.watch.masks.seen, part.watch.masks.seen
                 found.alike_masks, found.empty_masks = alike(*masks), empty(*masks)
                 found.closed_hinges = closed_alike(whole.watch.hinges, part.watch.hinges)
-                found.selects |= _go_across(whole, count, part, cut)
+                found.selects |= go_across(whole, count, part, cut)
         # those that keep to their mean are hidden from what divides the others (checkpoints, compiled code)
         are_divided = self._own_means is not None and self._own_means.all_counted()
         found.own_targets = places if are_divided and not any(part.nll_weights for part in parts) else ()
@@ -259,7 +183,7 @@ class _Comparison:
         found.numbers = self._numbers[:3]
         self._weigh(found, whole, parts)
         if simulation.assumption is None:
-            self._note_thresholds(found, [whole, *parts])
+            note_thresholds(found, [whole, *parts])
         found.draws = sizes_by_rows(drawn_shapes, [count, cut, count - cut])
         depends = left_by(whole.left, [part.left for part in parts], found.shares)
         # with a graph, beside the gradients of all rows, one run more would take more memory than a micro-batch
@@ -269,7 +193,7 @@ class _Comparison:
             found.wrote = f"it changes {', '.join(names[:2])}"
         found.left = tuple(attribute for attribute in depends or () if not attribute.has_rows)
 
-    def _weigh(self, found: Evidence, whole: _Run, parts: list[_Run]) -> None:
+    def _weigh(self, found: Evidence, whole: OneRun, parts: list[OneRun]) -> None:
         """Note what each part weighs."""
         count = len(self._rows)
         sizes = (first_part(count), count - first_part(count))
@@ -291,7 +215,7 @@ class _Comparison:
             return
         found.shares = [Weight(n, of_part[0] if of_part else n) for n, of_part in zip(sizes, divisors, strict=True)]
 
-    def _note_means(self, found: Evidence, parts: Sequence[_Run]) -> None:
+    def _note_means(self, found: Evidence, parts: Sequence[OneRun]) -> None:
         """Note what the means divide by, if they were watched."""
         found.amounts = [means.amounts for means in self._means]
         asked = self._how.counted_means
@@ -302,26 +226,7 @@ class _Comparison:
             found.counted_means = () if found.miscounted or any(part.nll_weights for part in parts) else asked
 
     @staticmethod
-    def _note_thresholds(found: Evidence, runs: Sequence[_Run]) -> None:
-        """Note what meets a threshold, without what only makes a divisor: the whole has enough of it if parts have."""
-        taken: list[list[Amount]] = found.amounts if found.counted_means else [[] for _ in runs]
-        bent = [run.watch.bent for run in runs]
-        compared = _compared(bent, taken)
-        watched = [of_run for of_run in bent if len(of_run) == len(bent[0])]
-        found.counts_little = any(not of_run[place].exceeds for of_run in watched for place in compared)
-        left_out = [_bounded(run, found.divisors, amounts) | compared for run, amounts in zip(runs, taken, strict=True)]
-        of_whole, *of_parts = [
-            [Bent(torch.empty(0)) if place in places else one for place, one in enumerate(of_run)]
-            for of_run, places in zip(bent, left_out, strict=True)
-        ]
-        of_rows, *others = [run.watch.truths for run in runs]
-        # a loop asks about each sample, and is no branch of the batch
-        found.truths = tuple(of_rows) if all(len(other) == len(of_rows) for other in others) else ()
-        found.bends = any(_bend_apart(of_whole, of_part) for of_part in of_parts)
-        found.counts_nothing = any(_count_nothing(of_whole, of_part) for of_part in of_parts)
-
-    @staticmethod
-    def _divide(found: Evidence, whole: _Run, parts: list[_Run], sizes: tuple[int, ...]) -> None:
+    def _divide(found: Evidence, whole: OneRun, parts: list[OneRun], sizes: tuple[int, ...]) -> None:
         """Note what each part weighs where they weigh what their losses divide by."""
         of_whole, *of_parts = (read(run.divisors)[0] for run in (whole, *parts))
         amounts = [[one.amount for one in counted] for counted in of_parts]
@@ -346,7 +251,7 @@ class _Comparison:
         found.drew = found.drew or generators.moved()
         found.drew_besides_torch = found.drew_besides_torch or (found.drew and generators.moved_besides_torch())
 
-    def _repeats(self, whole: _Run, generators: RandomState) -> bool:
+    def _repeats(self, whole: OneRun, generators: RandomState) -> bool:
         """Whether the forward gives the same again, though it finds what it left in attributes and containers."""
         self._attributes.put(whole.left | whole.added)
         generators.restore()
@@ -363,7 +268,7 @@ class _Comparison:
         is_variable = isinstance(self._owners[owner], Variables | Containers)
         return f"the variable {name!r}" if is_variable else f"{type(self._owners[owner]).__name__}.{name}"
 
-    def _run(self, begin: int, end: int, light: bool, watched: bool = True) -> _Run:
+    def _run(self, begin: int, end: int, light: bool, watched: bool = True) -> OneRun:
         args, kwargs = self._batch.chosen(self._rows[begin:end])
         if self._gaps and begin == 0:
             emptied = first_part(len(self._rows)) if self._how.empties else 0
@@ -386,7 +291,7 @@ class _Comparison:
                 calls = watch.calls
                 result = outputs.detached(self._see(result))
             weights, among = watch.nll_weights, watch.selected_among
-            return _Run(result, *self._changes(), weights, divided_by, among, watch, calls, False, terms, [], True)
+            return OneRun(result, *self._changes(), weights, divided_by, among, watch, calls, False, terms, [], True)
         probe = Probe(self._writes, self._draws if self._how.replays else None, copies)
         drawn = DrawnShapes()
         with watch if watches else nullcontext(), probe, drawn:
@@ -396,7 +301,7 @@ class _Comparison:
         tell = held_out is not None and watch.selected_among == probe.selected_among
         tell = tell and len(watch.nll_weights) == len(probe.nll_weights)
         weights, among, left = probe.nll_weights, probe.selected_among, self._changes()
-        return _Run(
+        return OneRun(
             result, *left, weights, divided_by, among, watch, calls, differentiates, terms, drawn.drawn_shapes, tell
         )
 
