@@ -40,26 +40,8 @@ def as_a_mean_for_each(z, labels):
     return ((mask * torch.cdist(z, z)).sum(1) / (mask.sum(1) + 1e-8)).sum()
 
 
-def in_python(z, labels):
-    classes = labels.tolist()
-    found = [(z[i] - z[j]).square().sum() for i in range(len(z)) for j in range(i) if classes[i] == classes[j]]
-    return sum(found) if found else 0 * z.sum()
-
-
-def by_class_in_python(z, labels):
-    groups: dict[int, list[torch.Tensor]] = {}
-    for sample, label in zip(z, labels.tolist(), strict=True):
-        groups.setdefault(label, []).append(sample)
-    return sum((torch.stack(group) - torch.stack(group).mean(0)).square().sum() for group in groups.values())
-
-
-def from_the_mean_of_a_class(z, labels):
-    means = torch.zeros(11, 4, dtype=z.dtype).index_reduce(0, labels, z, "mean", include_self=False)
-    return (z - means[labels]).square().sum()
-
-
 TERMS = [if_there_are_any, unless_their_sum_is_0, if_a_pair_is_true, if_their_count_is_above_0, as_numbers,
-         as_a_mean_for_each, in_python, by_class_in_python, from_the_mean_of_a_class]  # fmt: skip
+         as_a_mean_for_each]  # fmt: skip
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 6])

@@ -22,14 +22,9 @@ def choose_rows(batch: Batch, count: int) -> list[int]:
 
     A batch may be sorted, or its first rows complete while later ones are masked. The two parts that a check cuts the
     rows into hold different numbers of what is masked. Rows of a batch smaller than `count` are named again, so that
-    two parts, of which one is larger or holds other rows, can be made of any batch. Of labels that are all different
-    two are made the same, if some in the batch are: a loss may pair samples of one class.
+    two parts, of which one is larger or holds other rows, can be made of any batch.
     """
-    telling = _telling_numbers(batch, count)
-    rows = _spread(batch.size, count, telling)
-    for numbers in telling:
-        rows = _with_a_pair(rows, numbers, telling)
-    return rows
+    return _spread(batch.size, count, _telling_numbers(batch, count))
 
 
 def choose_others(batch: Batch, rows: list[int]) -> Iterator[list[int]]:
@@ -58,20 +53,6 @@ def _spread(size: int, count: int, telling: list[list[Any]]) -> list[int]:
     orders = [order for numbers in telling for order in _orders(spread, numbers, count - cut)] or [spread]
     named = [rows for order in orders for rows in _named_again(order, count)]
     return max(named, key=lambda rows: sum(_differ(numbers, rows[:cut], rows[cut:]) for numbers in telling))
-
-
-def _with_a_pair(rows: list[int], numbers: list[Any], telling: list[list[Any]]) -> list[int]:
-    """`rows`, of which two in different parts have the same number where all have others and the batch allows it."""
-    chosen = {numbers[row]: place for place, row in enumerate(rows)}
-    if len(chosen) < len(rows):
-        return rows
-    again = next((row for row, number in enumerate(numbers) if row not in rows and number in chosen), None)
-    if again is None:
-        return rows
-    cut = first_part(len(rows))
-    elsewhere = range(cut, len(rows)) if chosen[numbers[again]] < cut else range(cut)
-    others = [[*rows[:place], again, *rows[place + 1 :]] for place in elsewhere]
-    return max(others, key=lambda these: sum(_differ(some, these[:cut], these[cut:]) for some in telling))
 
 
 def _named_again(order: list[int], count: int) -> Iterator[list[int]]:
