@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from oomfix.runtime.state.attributes import Attributes
+from oomfix.runtime.state.checksums import Checksums
 from oomfix.runtime.state.data_places import DataPlaces
 from oomfix.runtime.state.kept_statistics import KeptStatistics, has_statistics
 from oomfix.runtime.state.kept_tensors import KeptTensors
@@ -44,6 +45,7 @@ class KeptState:
         self._loose: KeptTensors | None = None
         self._loose_change = False
         self._data: DataPlaces | None = None
+        self._checksums: Checksums | None = None
 
     def keep(self, explore: bool, forward: Callable[..., Any]) -> None:
         """Remember what the coming run may change. May run out of memory, and be called again.
@@ -58,12 +60,13 @@ class KeptState:
         self._explores = explore
         looks = explore or self._attributes_change
         self._attributes = Attributes(owners_of(forward, self._living())) if looks else None
-        self._data = None
+        self._data = self._checksums = None
         if explore:
             for place in self._places:
                 place.look()
             held = [tensor for place in self._places if (tensor := place.tensor()) is not None]
             self._data = DataPlaces([*held, *tensors_of(forward, self._living())])
+            self._checksums = Checksums(held)
         self._loose = None
         if explore or self._loose_change:
             largest = sys.maxsize if self._loose_change else _SMALL if self._first else 0
@@ -88,9 +91,10 @@ class KeptState:
         self._loose_change = self._loose_change or (self._loose is not None and self._loose.written())
         self._loose = None
         moved = {id(tensor) for tensor in self._data.moved()} if self._data is not None else set()
-        self._data = None
+        unseen = moved | self._changed_unseen()
+        self._data = self._checksums = None
         before = len(self._kept)
-        self._kept = [p for p in self._places if p.changes or p.changed() or id(p.tensor()) in moved]
+        self._kept = [p for p in self._places if p.changes or p.changed() or id(p.tensor()) in unseen]
         for place in self._kept:
             place.changes = True
         if self._first or len(self._kept) != before:
@@ -111,16 +115,22 @@ class KeptState:
         loose_is_lost = self._loose is not None and not self._loose.restore()
         self._loose_change = self._loose_change or loose_is_lost
         kept = {id(place) for place in self._kept}
+        unseen = self._changed_unseen()
         # parameters are changed by optimizers too, so they are compared with a look at this very call only
         lost = [
             place
             for place in self._places
-            if id(place) not in kept and place.changed() and (self._explores or not place.is_parameter)
+            if id(place) not in kept
+            and ((place.changed() and (self._explores or not place.is_parameter)) or id(place.tensor()) in unseen)
         ]
         for place in lost:
             place.changes = True
             place.look()
         return [place.name for place in lost] + ["a tensor outside of modules"] * loose_is_lost
+
+    def _changed_unseen(self) -> set[int]:
+        """What was written without a trace in its version, by the identities of the tensors."""
+        return set() if self._checksums is None else {id(tensor) for tensor in self._checksums.changed()}
 
     def _living(self) -> list[nn.Module]:
         return [module for place in self._modules if (module := place()) is not None]

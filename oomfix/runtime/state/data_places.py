@@ -18,7 +18,7 @@ class DataPlaces:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._before = [(tensor, tensor.detach()) for tensor in tensors if _is_plain(tensor)]
+        self._before = [(tensor, tensor.detach()) for tensor in tensors if is_plain(tensor)]
 
     def moved(self) -> list[torch.Tensor]:
         """The tensors that have other memory by now."""
@@ -34,7 +34,8 @@ class DataPlaces:
         return moved
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of torch's own type, with memory of its own."""
     is_torchs = type(tensor) is torch.Tensor or type(tensor) is nn.Parameter
     return is_torchs and tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_inference()
 

@@ -88,6 +88,53 @@ def test_what_was_not_foreseen_at_the_first_call_is_named(caplog):
     assert not torch.equal(found[-8], expected[-8])  # the weights of the teacher, written twice
 
 
+def follow(way, teacher, student):
+    """Three ways to move a momentum encoder that leave no trace in the versions of its parameters."""
+    for p, q in zip(teacher.parameters(), student.parameters(), strict=True):
+        if way == "copied":
+            p.data.copy_(0.9 * p.data + 0.1 * q.data)
+        elif way == "in place":
+            p.data.mul_(0.9).add_(q.data, alpha=0.1)
+        else:
+            p.data = 0.9 * p.data + 0.1 * q.data
+
+
+def train_follower(way, fails_at=None, calls=5):
+    """The weights of a model and of what follows it, and the log of what was lost, if anything was."""
+    torch.manual_seed(0)
+    runtime.reset()
+    student, teacher = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+    memory = runtime.preset("16gb", checkpointing="off", precision="fp32")
+    optimizer, call = torch.optim.SGD(student.parameters(), lr=0.1), [0]
+    troubles = iter([OutOfMemoryError("CUDA out of memory")])  # an iterator is not put back
+
+    def forward(x):
+        follow(way, teacher, student)
+        loss = (student(x) - teacher(x)).pow(2).mean()
+        if call[0] == fails_at and (trouble := next(troubles, None)) is not None:
+            raise trouble
+        return loss
+
+    for call[0] in range(1, calls + 1):
+        memory.forward_backward(forward, X)
+        memory.step(optimizer)
+    assert (next(troubles, None) is None) is (fails_at is not None)
+    return [*student.parameters(), *teacher.parameters()]
+
+
+@pytest.mark.parametrize("fails_at", [2, 3, 4, 5])
+@pytest.mark.parametrize("way", ["copied", "in place", "moved"])
+def test_a_momentum_encoder_that_is_written_through_data_is_put_back(way, fails_at, caplog):
+    assert_same(train_follower(way, fails_at), train_follower(way))
+    assert "stays, and is written again" not in caplog.text
+
+
+@pytest.mark.parametrize("way", ["copied", "in place"])
+def test_what_the_first_call_wrote_through_data_is_named(way, caplog):
+    train_follower(way, fails_at=1, calls=1)
+    assert "writes Linear.weight, Linear.bias itself" in caplog.text
+
+
 def test_a_leaf_first_reached_by_a_call_that_fails_keeps_its_earlier_gradient():
     first, second = nn.Linear(6, 4), nn.Linear(6, 4)
     both = [False]
