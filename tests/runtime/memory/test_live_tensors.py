@@ -15,18 +15,33 @@ from oomfix.profile.simulated_card import SimulatedCard
 from oomfix.runtime.memory import live_tensors, origins
 
 
-@pytest.fixture(autouse=True)
-def nothing_else_alive(monkeypatch):
-    """What other tests left is not this test's business."""
-    gc.unfreeze()  # also not what was imported, which tests/conftest.py hides from the collector
+def alive():
+    """The tensors and modules that the collector sees, and the storages of those that hold memory."""
     gc.collect()
     things = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor | nn.Module)]
     # fake ones hold no memory, and torch 2.3 empties those that its compiler left
     real = [thing for thing in things if isinstance(thing, torch.Tensor) and not isinstance(thing, FakeTensor)]
     tensors = [tensor for tensor in real if tensor.layout is torch.strided]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    storages = [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, FakeTensor)]
-    before, counted = {id(thing) for thing in things}, {storage._cdata for storage in storages}
+    return things, [tensor.untyped_storage() for tensor in tensors if not isinstance(tensor, FakeTensor)]
+
+
+@pytest.fixture(scope="module")
+def storages_before():
+    """Those of what was imported, and of what other files left, which tests/conftest.py hides from the collector."""
+    gc.unfreeze()
+    things, storages = alive()
+    gc.freeze()
+    yield storages
+    del things
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_alive(monkeypatch, storages_before):
+    """What other tests left is not this test's business."""
+    things, storages = alive()
+    before = {id(thing) for thing in things}
+    counted = {storage._cdata for storage in (*storages_before, *storages)}
     monkeypatch.setattr(origins, "_live", {})
     everything, initialise = gc.get_objects, live_tensors._Census.__init__
 
@@ -38,7 +53,6 @@ def nothing_else_alive(monkeypatch):
     monkeypatch.setattr(live_tensors._Census, "__init__", with_those_counted)
     yield
     del things, storages  # alive until now, so that nothing new has their addresses
-    gc.freeze()
 
 
 def nbytes(tensors):
