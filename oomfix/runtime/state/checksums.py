@@ -32,7 +32,7 @@ class Checksums:
 
 
 def _has_checksum(tensor: torch.Tensor) -> bool:
-    if simulation.assumption is not None or not is_plain(tensor) or tensor.requires_grad:
+    if simulation.assumption is not None or not is_plain(tensor) or tensor.requires_grad or tensor.is_quantized:
         return False
     return not tensor.is_meta and not tensor.is_conj() and not tensor.is_neg() and tensor.itemsize in _WHOLE_NUMBERS
 
