@@ -40,8 +40,32 @@ def as_a_mean_for_each(z, labels):
     return ((mask * torch.cdist(z, z)).sum(1) / (mask.sum(1) + 1e-8)).sum()
 
 
+def in_python(z, labels):
+    classes = labels.tolist()
+    found = [(z[i] - z[j]).square().sum() for i in range(len(z)) for j in range(i) if classes[i] == classes[j]]
+    return sum(found) if found else 0 * z.sum()
+
+
+def by_class_in_python(z, labels):
+    groups: dict[int, list[torch.Tensor]] = {}
+    for sample, label in zip(z, labels.tolist(), strict=True):
+        groups.setdefault(label, []).append(sample)
+    return sum((torch.stack(group) - torch.stack(group).mean(0)).square().sum() for group in groups.values())
+
+
+def from_the_mean_of_a_class(z, labels):
+    means = torch.zeros(11, 4, dtype=z.dtype).index_reduce(0, labels, z, "mean", include_self=False)
+    return (z - means[labels]).square().sum()
+
+
+def of_sums_of_a_class(z, labels):
+    sums = torch.zeros(11, 4, dtype=z.dtype).index_add(0, labels, z)
+    counts = torch.bincount(labels, minlength=11)
+    return (z - (sums / counts.clamp(min=1)[:, None])[labels]).square().sum()
+
+
 TERMS = [if_there_are_any, unless_their_sum_is_0, if_a_pair_is_true, if_their_count_is_above_0, as_numbers,
-         as_a_mean_for_each]  # fmt: skip
+         as_a_mean_for_each, in_python, by_class_in_python, from_the_mean_of_a_class, of_sums_of_a_class]  # fmt: skip
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3, 6])
@@ -61,5 +85,39 @@ def test_a_term_over_pairs_of_one_class_keeps_the_batch_whole(term, micro_batche
         gradients = [parameter.grad for parameter in model.parameters()]
         torch.testing.assert_close(gradients, list(expected), rtol=1e-11, atol=1e-13)
         model.zero_grad()
+    (known,) = memory._forwards
+    assert known.split_calls == 0
+
+
+def neighbours_in_python(z, labels):
+    classes = labels.tolist()
+    found = [(z[i] - z[i - 1]).abs().sum() for i in range(1, len(z)) if classes[i] == classes[i - 1]]
+    return sum(found)
+
+
+# of these random batches the rows of a check have each class once, or no two neighbours of one
+@pytest.mark.parametrize(
+    ("term", "size", "seed"),
+    [
+        (by_class_in_python, 16, 4),
+        (by_class_in_python, 12, 4),
+        (neighbours_in_python, 16, 0),
+        (neighbours_in_python, 12, 5),
+    ],
+)
+def test_a_class_that_few_rows_have_once_is_seen(term, size, seed):
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"one": nn.Linear(6, 4), "other": nn.Linear(6, 4)}).double()
+    x = torch.randn(size, 6, dtype=torch.float64)
+    labels = torch.randint(0, {16: 40, 12: 20}[size], (size,))
+    labels = labels.sort().values if term is neighbours_in_python else labels
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=size // 4)
+
+    def loss(x, labels):
+        return F.cross_entropy(model["one"](x), labels % 4) + term(model["other"](x), labels) / len(x)
+
+    expected = torch.autograd.grad(loss(x, labels), list(model.parameters()))
+    memory.forward_backward(loss, x, labels)
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected), rtol=1e-11, atol=1e-13)
     (known,) = memory._forwards
     assert known.split_calls == 0

@@ -165,6 +165,22 @@ def _of_rows(batch: Batch) -> Iterator[tuple[Place, torch.Tensor]]:
             yield place, tensors[0]
 
 
+def of_one_class(batch: Batch, rows: Sequence[int]) -> Gaps:
+    """What to write into the first part of `rows` so that it is of a class with a row of the second.
+
+    By each tensor of one whole number per sample: a class, a group, a place. None of those where the rows side by side
+    in different parts are of one class as they are, nor where all of the second are negative: labels to ignore.
+    """
+    gaps, cut = {}, first_part(len(rows))
+    for place, tensor in _of_rows(batch):
+        if _has_rows(tensor, batch.size) and not tensor.is_floating_point() and tensor.numel() == batch.size:
+            numbers = tensor.detach().reshape(batch.size)[list(rows)].tolist()
+            classes = [number for number in numbers[cut:] if number >= 0]
+            if classes and numbers[cut - 1] != numbers[cut]:
+                gaps[place] = classes[0]
+    return gaps
+
+
 def _gap(mask: torch.Tensor, rows: list[int]) -> float | None:
     seen = mask.detach()[rows]
     if not _is_mask(mask, len(rows)):

@@ -25,7 +25,7 @@ _CASTS = ("long", "int", "short", "to", "type")  # and these, where the result i
 # these bend too, where what they are taken of is a few numbers for the whole batch
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 # these give each of what is marked its number
-_NUMBERINGS = ("cumsum", "cumsum_")
+_NUMBERINGS = ("cumsum",)
 # these say where the samples are that some are picked by
 _PICKING = ("nonzero", "argwhere", "masked_select")
 # others that give a mask
@@ -68,46 +68,39 @@ MAY_PICK = (Kind.TAKES, Kind.SELECTS, Kind.BENDS)
 BENDING = (Kind.BENDS, Kind.STEPS, Kind.COMPARES, Kind.SELECTS, Kind.EXTREMES, Kind.NORMS)
 
 
+def _with_in_place(names: tuple[str, ...]) -> tuple[str, ...]:
+    return (*names, *(f"{name}_" for name in names))
+
+
+# of a name that stands twice, the first kind counts
+_NAMED = (
+    (Kind.COMPARES, ORDERS),
+    (Kind.BENDS, _BENDS),
+    (Kind.STEPS, _with_in_place(_STEPS)),
+    (Kind.DIVIDES, _with_in_place(_DIVISIONS)),
+    (Kind.CASTS, _CASTS),
+    (Kind.COUNTS, COUNTS),
+    (Kind.MASKS, _MASKS),
+    (Kind.DISTINGUISHES, ("unique",)),
+    (Kind.READS, ("item",)),
+    (Kind.DECIDES, NAMES),
+    (Kind.ADDS, _ADDITIONS),
+    (Kind.SELECTS, _SELECTIONS),
+    (Kind.EXTREMES, _EXTREMES),
+    (Kind.NORMS, _NORMS),
+    (Kind.NUMBERS, _NUMBERINGS),
+    (Kind.PICKS, _PICKING),
+    (Kind.TAKES, ("__getitem__",)),
+    (Kind.DRAWS_INDICES, _INDEX_DRAWS),
+)
+_KINDS = {name: kind for kind, names in reversed(_NAMED) for name in names}
+
+
 @functools.lru_cache(maxsize=4096)
 def kind_of(func: Any) -> Kind:
     """The kind of `func`, read off its name once."""
-    name = getattr(func, "__name__", "")
-    if name in ORDERS:
-        return Kind.COMPARES
-    if name in _BENDS:
-        return Kind.BENDS
-    if name.removesuffix("_") in _STEPS or name in _STEPS:
-        return Kind.STEPS
-    if name.removesuffix("_") in _DIVISIONS:
-        return Kind.DIVIDES
-    if name in _CASTS:
-        return Kind.CASTS
-    if name in COUNTS:
-        return Kind.COUNTS
-    if name in _MASKS:
-        return Kind.MASKS
-    if name == "unique":
-        return Kind.DISTINGUISHES
-    if name == "item":
-        return Kind.READS
-    if name in NAMES:
-        return Kind.DECIDES
     if func in (F.cross_entropy, F.nll_loss):
         return Kind.CROSS_ENTROPY
-    if name in _ADDITIONS:
-        return Kind.ADDS
-    if name.endswith("_") and (not name.startswith("__") or name in _WRITES):
-        return Kind.WRITES
-    if name in _SELECTIONS:
-        return Kind.SELECTS
-    if name in _EXTREMES:
-        return Kind.EXTREMES
-    if name in _NORMS:
-        return Kind.NORMS
-    if name in _NUMBERINGS:
-        return Kind.NUMBERS
-    if name in _PICKING:
-        return Kind.PICKS
-    if name == "__getitem__":
-        return Kind.TAKES
-    return Kind.DRAWS_INDICES if name in _INDEX_DRAWS else Kind.OTHER
+    name = getattr(func, "__name__", "")
+    writes = name.endswith("_") and (not name.startswith("__") or name in _WRITES)
+    return _KINDS.get(name, Kind.WRITES if writes else Kind.OTHER)

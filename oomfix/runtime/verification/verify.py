@@ -24,7 +24,7 @@ from oomfix.runtime.verification.gradient_check import GRADIENTS_DEPEND, compare
 from oomfix.runtime.verification.hinge_check import by_hinges
 from oomfix.runtime.verification.judging import BENDS, DEPEND, NO_NUMBER, NOTHING, OPEN, SEVERAL_DEPEND, contradict
 from oomfix.runtime.verification.mask_check import by_computed_masks, by_empty_masks, by_masks, by_other_rows
-from oomfix.runtime.verification.repetition_check import by_copies, by_repetition
+from oomfix.runtime.verification.repetition_check import by_copies, by_one_class, by_repetition
 from oomfix.runtime.verification.result_check import Found, by_named_rows, by_results, confirmed
 from oomfix.runtime.verification.telling_check import Telling, by_telling_rows
 from oomfix.runtime.verification.verdict import Verdict
@@ -304,6 +304,7 @@ def _confirmed_closer(
         (found.rows, partial(by_hinges, rows, found, how)),
         (min(found.rows, _ROWS_TO_REPEAT_IN), partial(by_repetition, rows, how)),
         (found.rows, partial(by_copies, rows, found, how)),
+        (min(found.rows, _ROWS_TO_REPEAT_IN), partial(by_one_class, rows, how)),
     )
     for most, look in other_looks:
         other = with_rows_that_fit([most, 2], look)
