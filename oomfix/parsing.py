@@ -18,16 +18,16 @@ NEWLINE = re.compile(r"\r\n|\r|\n")
 """What ends a line, for Python."""
 
 # What only Python 2 accepts; asked of a line that the parser refused, never of good code.
-_PYTHON_2 = re.compile(
+_PYTHON_2 = (
     r"""^\s*(print\b(?!\s*\()|exec\s+['"\w]|raise\s+[\w.]+\s*,|except\s+[\w.(), ]+,\s*\w+\s*:)"""
     r"""|<>|`|\b0\d+[lL]?\b|\b\d+[lL]\b|\b[uU][rR]['"]"""
 )
 
 # What came with a version, in the parser's message and the line below it; asked only of what an older one refused.
 _NEWER_SYNTAX = (
-    ((3, 11), re.compile(r"^\s*except\s*\*", re.MULTILINE)),
-    ((3, 12), re.compile(r"^f-string|^\s*((async\s+)?def|class)\s+\w+\s*\[|^\s*type\s+\w+.*=", re.MULTILINE)),
-    ((3, 14), re.compile(r"""\b(t|tr|rt)["']""", re.IGNORECASE)),
+    ((3, 11), r"(?m)^\s*except\s*\*"),
+    ((3, 12), r"(?m)^f-string|^\s*((async\s+)?def|class)\s+\w+\s*\[|^\s*type\s+\w+.*="),
+    ((3, 14), r"""(?i)\b(t|tr|rt)["']"""),
 )
 
 
@@ -151,10 +151,10 @@ def _guess(line: str, message: str, running: tuple[int, int]) -> str:
     if line.lstrip().startswith(("!", "%")):
         return " (a command of IPython?)"
     for version, syntax in _NEWER_SYNTAX:
-        if running < version and syntax.search(f"{message}\n{line}"):
+        if running < version and re.search(syntax, f"{message}\n{line}"):
             newer, own = ".".join(map(str, version)), ".".join(map(str, running))
             return f" (syntax of Python {newer}? oomfix runs on Python {own}, which is older)"
-    return " (Python 2?)" if _PYTHON_2.search(line) else ""
+    return " (Python 2?)" if re.search(_PYTHON_2, line) else ""
 
 
 @contextmanager

@@ -108,3 +108,12 @@ def test_the_simulation_knows_one_file_of_the_runtime():
     """What it changes there for a while is written down there, where whoever changes a check sees it."""
     used = {name for module in FILES if part_of(module) == "oomfix.profile" for name in IMPORTS[module]}
     assert {name for name in used if name.startswith("oomfix.runtime")} == {"oomfix.runtime.simulation"}
+
+
+@pytest.mark.parametrize("module", [name for name in FILES if part_of(name) in ("oomfix.script", "oomfix.rewrite")])
+def test_what_every_audit_imports_compiles_no_regular_expression_at_once(module):
+    """`Pattern` compiles those that are used: all of them take as long as following a script of 250 lines."""
+    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    at_once = (node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef))
+    paths = {ast.unparse(node) for part in at_once for node in ast.walk(part) if isinstance(node, ast.Attribute)}
+    assert "re.compile" not in paths

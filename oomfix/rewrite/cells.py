@@ -17,11 +17,12 @@ from oomfix.rewrite.facts.verdict import LoopOutcome
 from oomfix.rewrite.notebook_json import CannotRestore
 from oomfix.rewrite.text.edits import with_lines
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 from oomfix.source import Source
 
-_NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
-_TIMED = re.compile(r"%time\s+(.+)")
-_ASSIGNED = re.compile(r"([\w.,\s\[\]'\"]+?)\s*=\s*[%!](.*)")
+_NAME = Pattern(r"(?<![\w.])[^\W\d]\w*")
+_TIMED = Pattern(r"%time\s+(.+)")
+_ASSIGNED = Pattern(r"([\w.,\s\[\]'\"]+?)\s*=\s*[%!](.*)")
 
 
 class Cell(NamedTuple):

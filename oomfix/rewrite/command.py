@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from oomfix.script.syntax.patterns import Pattern
 from oomfix.terminal import columns, escape_what_it_cannot_show
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from oomfix.rewrite.proving.proof import Proof
     from oomfix.rewrite.proving.trial import Trial
 
-_STANDARD_INPUT = re.compile(r"(-|/dev/stdin|/dev/fd/\d+|/proc/[^/]+/fd/\d+)$")
+_STANDARD_INPUT = Pattern(r"(-|/dev/stdin|/dev/fd/\d+|/proc/[^/]+/fd/\d+)$")
 
 
 class _WithScriptArguments(click.Command):

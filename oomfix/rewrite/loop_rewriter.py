@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable
 
 from oomfix import presets
@@ -33,9 +32,10 @@ from oomfix.rewrite.text.removal import together
 from oomfix.rewrite.text.unused import unused_scalers
 from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
+from oomfix.script.syntax.patterns import Pattern
 
 _MOST_PREPARATIONS = 8
-_WORD, _LINE = re.compile(r"\w+"), re.compile(r"\bline (\d+)")
+_WORD, _LINE = Pattern(r"\w+"), Pattern(r"\bline (\d+)")
 
 WINDOW_STAYS = "its accumulation window stays"
 _PRECISION: dict[Scaling, Overrides] = {

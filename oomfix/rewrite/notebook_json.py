@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from oomfix.rewrite.text.edits import apply_edits
 from oomfix.script.syntax.edits import Edit
+from oomfix.script.syntax.patterns import Pattern
 
-_SPACE = re.compile(r"[ \t\n\r]*")
+_SPACE = Pattern(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
 

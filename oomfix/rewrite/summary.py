@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from oomfix.report import printable
 from oomfix.rewrite.facts.verdict import Form
 from oomfix.rewrite.files import Change, FileOutcome
 from oomfix.rewrite.proving import trial_text
+from oomfix.script.syntax.patterns import Pattern
 from oomfix.spelling import counted
 from oomfix.terminal import broken
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 CHANGING = ("OOM104", "OOM301", "OOM302", "OOM303", "OOM304")
 """Codes whose fixes make the training another one: what they mend trained wrongly."""
 
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+_LINE = Pattern(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _FORMS: dict[Form, str] = {"micro-batched": "micro-batched", "in-place": "in place", "none": "left alone"}
 
 

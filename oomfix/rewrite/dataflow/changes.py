@@ -11,6 +11,7 @@ from oomfix.rewrite.dataflow.liveness import COMPREHENSIONS, names_bound_by_targ
 from oomfix.script.facts.named_like import looks_like_module
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import arguments_of, walk
+from oomfix.script.syntax.patterns import Pattern
 
 CHANGING = frozenset(
     "append extend insert pop popitem remove clear update add discard setdefault sort reverse appendleft popleft "
@@ -24,12 +25,12 @@ _GIVING_NUMBERS = frozenset("item tolist numel dim size".split())
 _TAKING = frozenset({"pop", "popitem", "popleft", "setdefault"})
 """Methods that change their receiver and return something."""
 
-_READING = re.compile(
+_READING = Pattern(
     r"^(print|pprint|len|display|input|set_trace|sleep|synchronize|breakpoint|exit|_exit|quit|isnan|isfinite|isinf|"
     r"visuali[sz]e\w*|plot\w*|save_images?)$"
 )
 
-OUTPUT_RECEIVERS = re.compile(
+OUTPUT_RECEIVERS = Pattern(
     r"(^|[._])(plt|wandb|writer|logger|logging|log|tb|pbar|bar|progress\w*|tqdm\w*|vis|viz|mlflow|neptune|run|board|"
     r"tensorboard|summary\w*|sys|os|time|timer\w*|torch|cuda|console|iterator)(\[|$|\.|_)",
     re.IGNORECASE,

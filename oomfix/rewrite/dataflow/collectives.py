@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import re
 
 from oomfix.script.syntax.names import path_of
+from oomfix.script.syntax.patterns import Pattern
 
 _COLLECTIVES = frozenset(
     "all_reduce reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter all_to_all broadcast "
     "barrier".split()
 )
 
-_PROCESSES = re.compile(r"(^|[._])i?dist(ributed)?(\.|$)")
+_PROCESSES = Pattern(r"(^|[._])i?dist(ributed)?(\.|$)")
 
 
 def is_collective(call: ast.Call) -> bool:

@@ -6,8 +6,9 @@ import ast
 import re
 
 from oomfix.script.syntax.names import last_of, path_of
+from oomfix.script.syntax.patterns import Pattern
 
-_MEASURING = re.compile(
+_MEASURING = Pattern(
     r"(^|[._])(record_function|nullcontext|(set_)?detect_anomaly|nvtx\.range|timers?|timeit|time_it|timed|timing|stopwatch|"
     r"measure|profile|profiler)$",
     re.IGNORECASE,

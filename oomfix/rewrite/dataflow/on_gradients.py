@@ -12,26 +12,27 @@ from oomfix.rewrite.dataflow.liveness import COMPREHENSIONS, nodes_of_scope
 from oomfix.script.facts.named_like import looks_like_optimizer
 from oomfix.script.syntax.names import last_name, last_of, path_of
 from oomfix.script.syntax.nodes import arguments_of, only_argument
+from oomfix.script.syntax.patterns import Pattern
 
-CLIPPING = re.compile(r"^clip_(grad|coef)|clip_?g?norm|grad\w*_?(clip|norm)|clip\w*_?grad", re.IGNORECASE)
+CLIPPING = Pattern(r"^clip_(grad|coef)|clip_?g?norm|grad\w*_?(clip|norm)|clip\w*_?grad", re.IGNORECASE)
 """What clips gradients, or asks for their norm: `clip_grad_norm_`, `gradient_clipping`, `clip_gnorm`."""
 
-_HARMLESS = re.compile(
+_HARMLESS = Pattern(
     r"log|print|write|update|append|extend|^add|record|plot|show|save|dump|display|visuali[sz]|^draw|render|"
     r"set_desc|set_postfix|tick|tic|toc|stop|lr|learning_rate|warmup|sched|anneal|start|push|count|meter|"
     r"measure|synchronize|info|debug|warning|error|report|track|store|collect|exit|sleep|insert|put|flush|assert|close|makedir|mkdir",
     re.IGNORECASE,
 )
 
-_RECORDS = re.compile(r"hist(ory)?(_|$)|averager?(_|$)|meters?(_|$)|metrics?(_|$)|losses(_|$)", re.IGNORECASE)
+_RECORDS = Pattern(r"hist(ory)?(_|$)|averager?(_|$)|meters?(_|$)|metrics?(_|$)|losses(_|$)", re.IGNORECASE)
 """Objects that are told numbers: `train_loss_hist.send(value)`."""
 
-_ABOUT_RATES = re.compile(r"lr|learning_?rate|warm_?up|sched|anneal|log|print|report|track", re.IGNORECASE)
+_ABOUT_RATES = Pattern(r"lr|learning_?rate|warm_?up|sched|anneal|log|print|report|track", re.IGNORECASE)
 """What functions that are given an optimizer say in their names when they look at nothing but its learning rate."""
 
 _STEPPING = frozenset("step backward".split())
 
-_TOLD_OF_STEPS = re.compile(
+_TOLD_OF_STEPS = Pattern(
     r"(^|_)((p|progress_?)?bar|progress|meters?|metrics?|scores?|stats?|(stats?_?)?keeper|logger|recorder|history)$|"
     r"[a-z](Meter|Metric|Logger|Keeper)s?$"
 )

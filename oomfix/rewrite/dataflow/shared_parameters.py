@@ -12,10 +12,11 @@ from oomfix.rewrite.dataflow.given_parameters import GivenParameters
 from oomfix.script import Script
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import arguments_of, children, walk
+from oomfix.script.syntax.patterns import Pattern
 
 _OF_NETWORKS = frozenset("parameters named_parameters modules named_modules children named_children".split())
 _ADDING = frozenset({"append", "extend", "add_param_group"})
-_SETTINGS = re.compile(
+_SETTINGS = Pattern(
     r"(^|_)(args|arguments|cfg|config|conf|opt|opts|option|options|flags|hparams|params|settings|device|dtype|vocab|"
     r"tokenizer|size|shape|dim|seed)$",
     re.IGNORECASE,

@@ -14,8 +14,9 @@ from oomfix.rewrite.facts.verdict import Verdict
 from oomfix.script.facts.named_like import looks_like_optimizer
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import arguments_of, walk
+from oomfix.script.syntax.patterns import Pattern
 
-_BLIND_TO_GRADIENTS = re.compile(
+_BLIND_TO_GRADIENTS = Pattern(
     r"lr|learning_?rate|warm_?up|sched|anneal|momentum|log|print|report|summary|eval|valid|test|infer|predict|sampl|"
     r"generat|save|checkpoint|ckpt|load|state_dict|ema|copy|param|^(optimizer_)?step$",
     re.IGNORECASE,

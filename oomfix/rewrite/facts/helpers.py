@@ -20,9 +20,10 @@ from oomfix.rewrite.facts.scale import reads_gradients
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import is_remark, walk
 from oomfix.script.syntax.parameters import name_of_object
+from oomfix.script.syntax.patterns import Pattern
 
 _MOST_ATTRIBUTES = 48  # the runtime takes objects with many more for data, and does not look for state in them
-_LOADER = re.compile(r"loader\w*$", re.IGNORECASE)
+_LOADER = Pattern(r"loader\w*$", re.IGNORECASE)
 
 
 class Effect(NamedTuple):

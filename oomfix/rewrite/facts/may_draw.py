@@ -12,8 +12,9 @@ from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.steady_networks import SteadyNetworks
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import arguments_of
+from oomfix.script.syntax.patterns import Pattern
 
-_MAY_DRAW = re.compile(r"rand|noise|noisy|sampl|mix|augment|shuffle|drop|jitter|perturb|mask|penalty", re.IGNORECASE)
+_MAY_DRAW = Pattern(r"rand|noise|noisy|sampl|mix|augment|shuffle|drop|jitter|perturb|mask|penalty", re.IGNORECASE)
 """How functions of other files are called that may draw random numbers."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -19,8 +18,9 @@ from oomfix.script import Script, TrainingLoop
 from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 
-_SWITCHING = re.compile(r"grad|autocast|inference_mode")
+_SWITCHING = Pattern(r"grad|autocast|inference_mode")
 
 
 class Reading:

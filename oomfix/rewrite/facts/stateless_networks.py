@@ -10,11 +10,12 @@ from oomfix.rewrite.dataflow.liveness import FunctionNode, names_bound
 from oomfix.rewrite.facts.steady_networks import SteadyNetworks
 from oomfix.script.syntax.names import last_name
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 
-_KEEPING = re.compile(r"[bB]atch_?[nN]orm|[iI]nstance_?[nN]orm|[sS]pectral|[wW]eight_?[nN]orm|[lL]azy|[bB]uffer|hook")
+_KEEPING = Pattern(r"[bB]atch_?[nN]orm|[iI]nstance_?[nN]orm|[sS]pectral|[wW]eight_?[nN]orm|[lL]azy|[bB]uffer|hook")
 """Layers and functions that count, average or change something each time they run."""
 
-_ACTIVATIONS = re.compile(r"LU6?$|^Hard|^hard|lu6?_?$|Mish|mish|threshold", re.IGNORECASE)
+_ACTIVATIONS = Pattern(r"LU6?$|^Hard|^hard|lu6?_?$|Mish|mish|threshold", re.IGNORECASE)
 """What may work in place, by an argument, on what the network was given."""
 
 

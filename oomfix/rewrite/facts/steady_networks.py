@@ -13,18 +13,19 @@ from oomfix.rewrite.dataflow.liveness import FunctionNode
 from oomfix.script import Script
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 
-_LAYERS = re.compile(
+_LAYERS = Pattern(
     r"(Bili|Li)near|Identity|Conv(Transpose)?[123]d|(Batch|Instance)Norm[123]d|(Layer|Group|RMS)Norm|Embedding|"
     r"(Adaptive)?(Max|Avg)Pool[123]d|Upsample|Pixel(Un)?[sS]huffle|(Un)?[fF]latten|(Zero|Reflection|Replication)Pad\w*|"
     r"\w*ReLU6?|[CS]?ELU|GELU|SiLU|Mish|Hard(tanh|swish|sigmoid)|Tanh|Sigmoid|(Log)?Softmax|Softplus|Sequential|"
     r"Module(List|Dict)|Parameter(List|Dict)?"
 )
-_DRAWING = re.compile(
+_DRAWING = Pattern(
     r"rand|[dD]rop|sampl|noise|gumbel|bernoulli|multinomial|rrelu|RReLU|fractional|poisson|shuffle|choice|cauchy|"
     r"geometric|checkpoint|^load|apply$|(normal|uniform|exponential|permutation)_?$"
 )
-_HOOKING = re.compile("^register_.*forward")
+_HOOKING = Pattern("^register_.*forward")
 """What gives a network, or all of them, a function that runs with it, and may draw."""
 
 _MOVING = frozenset("to cuda cpu train eval float double device is_available DataParallel super".split())

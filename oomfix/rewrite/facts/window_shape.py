@@ -11,10 +11,11 @@ from oomfix.rewrite.dataflow.blocks import Blocks
 from oomfix.rewrite.dataflow.liveness import names_bound, names_read, nodes_of_scope_body
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import Nodes, walk
+from oomfix.script.syntax.patterns import Pattern
 
 _SHOWING_PROGRESS = ("tqdm", "track")
 _WITHOUT_LENGTH = frozenset("zip iter map islice chain cycle enumerate filter count repeat".split())
-_GENERATOR = re.compile(r"(^|_)(gen|generator|iter|iterator|stream)(_|\d|$)|_iter\w*$", re.IGNORECASE)
+_GENERATOR = Pattern(r"(^|_)(gen|generator|iter|iterator|stream)(_|\d|$)|_iter\w*$", re.IGNORECASE)
 _PLAIN = (ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.expr_context, ast.BinOp, ast.FloorDiv, ast.Mult)
 """What gives the same number each time it is asked for, unless a name in it is bound anew."""
 

@@ -14,12 +14,13 @@ from oomfix.rewrite.text.manager_calls import through_manager
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.patterns import Pattern
 
 # a method that computes the loss too would compute it in half precision
-_WITH_LOSS = re.compile(r"\.\w*(loss|step|elbo|nll|objective|log_prob)\w*$", re.IGNORECASE)
+_WITH_LOSS = Pattern(r"\.\w*(loss|step|elbo|nll|objective|log_prob)\w*$", re.IGNORECASE)
 
-_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
-_NO_GRADIENTS = re.compile(r"clip|requires|zero|(no|enable)_grad$", re.IGNORECASE)
+_GRADIENTS = Pattern(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
+_NO_GRADIENTS = Pattern(r"clip|requires|zero|(no|enable)_grad$", re.IGNORECASE)
 
 
 def model_call_edits(reading: Reading, verdicts: list[Verdict], manager: str) -> list[Edit]:

@@ -27,8 +27,9 @@ from oomfix.script.facts.trace import Backward
 from oomfix.script.syntax.edits import Edit, bounds, remove_statement
 from oomfix.script.syntax.names import last_name
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 
-_SUM = re.compile(
+_SUM = Pattern(
     r"reduction\s*=\s*[\"']sum[\"']|size_average\s*=\s*False|\.sum\(\)\.backward|loss\w*\s*=.*\.sum\(\)\s*$", re.M
 )
 

@@ -31,11 +31,12 @@ from oomfix.rewrite.text.layout import Lines
 from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.names import path_of, unpacked
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 
 _AGAIN = frozenset({"range", "zip", "enumerate", "list", "tuple", "sorted", "reversed", "items", "keys", "values"})
 """What gives the same when it is called again on the same."""
 
-_FETCHED = re.compile(r"(loader|iter|iterator|data|dataset|batch|batche)s?$", re.IGNORECASE)
+_FETCHED = Pattern(r"(loader|iter|iterator|data|dataset|batch|batche)s?$", re.IGNORECASE)
 """What may give other batches when it is run over again."""
 
 

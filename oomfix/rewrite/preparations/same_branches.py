@@ -18,9 +18,10 @@ from oomfix.rewrite.text.removal import without
 from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.names import last_of, path_of
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 
 _TRAINING = frozenset({"backward", "step"})
-_SCALING = re.compile(r"(^|_)(amp|scaler|half|(b?f|float_?)16|mixed|precision)(_|$)", re.IGNORECASE)
+_SCALING = Pattern(r"(^|_)(amp|scaler|half|(b?f|float_?)16|mixed|precision)(_|$)", re.IGNORECASE)
 _ASKING = frozenset({"is_enabled", "is_available", "isinstance", "hasattr", "len"})
 """What may be called in a test, ahead of a backward as well as behind it, or not at all."""
 

@@ -22,24 +22,25 @@ from oomfix.script.facts.named_like import looks_like_loss, looks_like_module
 from oomfix.script.syntax.names import last_name
 from oomfix.script.syntax.nodes import arguments_of, walk
 from oomfix.script.syntax.parameters import names_of_parameters
+from oomfix.script.syntax.patterns import Pattern
 
-_COUNTER = re.compile(
+_COUNTER = Pattern(
     r"^(i|j|k|n|t|it|idx|ii|step\w*|epoch\w*|iter\w*|iteration|batch_idx|batch_i|i_batch|\w*_idx|device)$"
 )
-_NOT_DATA = re.compile(
+_NOT_DATA = Pattern(
     r"(^|_)(model|net|network|encoder|decoder|criterion|criteria|loss_fn|loss_func|loss_function|loss_fct|optim\w*|"
     r"sched\w*|scaler|args|cfg|config|conf|opt|opts|hparams|params|device|logger|writer|epoch|epochs|loader|dataloader|"
     r"self|lr|gpu|tokenizer|vocab)$",
     re.IGNORECASE,
 )
-_FLAG = re.compile(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$")
+_FLAG = Pattern(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$")
 _METHODS_OF_OBJECTS = frozenset("parameters train eval zero_grad state_dict load_state_dict step".split())
 MADE_BY_SIZE = frozenset("randn rand zeros ones empty".split())
 """Functions that are given the sizes of what they make."""
-_COMPARING = re.compile(r"^(binary_)?cross_entropy(_with_logits)?$|^kl_div$")
+_COMPARING = Pattern(r"^(binary_)?cross_entropy(_with_logits)?$|^kl_div$")
 _COUNTING = frozenset({"range", "trange"})
 _CUTTING = frozenset("split chunk tensor_split array_split".split())
-_OF_BATCHES = re.compile(r"batch(es|_?sampler)?$", re.IGNORECASE)
+_OF_BATCHES = Pattern(r"batch(es|_?sampler)?$", re.IGNORECASE)
 _OF_TENSORS = frozenset("to cuda unsqueeze squeeze view reshape permute transpose flatten detach size shape".split())
 _NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
 

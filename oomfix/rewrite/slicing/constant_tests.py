@@ -13,8 +13,9 @@ from oomfix.rewrite.dataflow.liveness import names_bound, names_read, nodes_of_s
 from oomfix.rewrite.facts.lift import Lift
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import children, walk
+from oomfix.script.syntax.patterns import Pattern
 
-_SETTINGS = re.compile(r"(args?|opts?|options?|cfg|conf|config|hparams|hyper_?params|params|flags|settings)$", re.I)
+_SETTINGS = Pattern(r"(args?|opts?|options?|cfg|conf|config|hparams|hyper_?params|params|flags|settings)$", re.I)
 _SETTING = frozenset({"setattr", "update", "pop", "setdefault", "merge_from_file", "merge_from_list", "vars"})
 _MAYBE = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.NamedExpr)
 _RUNNING_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.For, ast.While)

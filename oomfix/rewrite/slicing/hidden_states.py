@@ -11,8 +11,9 @@ from oomfix.rewrite.dataflow.liveness import names_bound, names_bound_by_target
 from oomfix.rewrite.facts.lift import Site
 from oomfix.rewrite.slicing.batch_names import asks_first_size, size_of
 from oomfix.script.syntax.names import last_name
+from oomfix.script.syntax.patterns import Pattern
 
-_STATE = re.compile(r"^(get_)?init(ial(i[sz]e)?)?_?(\w+_)?(hidden|state)s?$", re.IGNORECASE)
+_STATE = Pattern(r"^(get_)?init(ial(i[sz]e)?)?_?(\w+_)?(hidden|state)s?$", re.IGNORECASE)
 
 
 def makes_state(statement: ast.stmt) -> bool:

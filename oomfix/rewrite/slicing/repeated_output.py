@@ -12,13 +12,14 @@ from oomfix.rewrite.dataflow.liveness import FunctionNode
 from oomfix.rewrite.facts.lift import Lift
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import blocks, walk
+from oomfix.script.syntax.patterns import Pattern
 
 _PRINTING = ("print", "pprint")
-_LOGGING = re.compile(
+_LOGGING = Pattern(
     r"(scalars?|histogram|images?|figure|text|metrics?)(_summary)?$|log(_\w+)?$|(info|debug|warning|error)$"
 )
-_LOGS = re.compile(r"(^|[._])(writer|summary_?writer|logger|logging|log|wandb|tb|tensorboard|mlflow|neptune)$", re.I)
-_BARS = re.compile(r"^set_(postfix|description)(_str)?$")
+_LOGS = Pattern(r"(^|[._])(writer|summary_?writer|logger|logging|log|wandb|tb|tensorboard|mlflow|neptune)$", re.I)
+_BARS = Pattern(r"^set_(postfix|description)(_str)?$")
 _ENDING = ("exit", "_exit", "quit", "abort")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.dataflow.blocks import Blocks
@@ -16,8 +15,9 @@ from oomfix.script.facts.values import Graph
 from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 
-_METHOD = re.compile(r"\.(\w+_)?(forward|predict|encode|decode|generate|sample|infer|get|set|compute)(_\w+)?$")
+_METHOD = Pattern(r"\.(\w+_)?(forward|predict|encode|decode|generate|sample|infer|get|set|compute)(_\w+)?$")
 _COLLECTING = frozenset("append extend".split())
 
 

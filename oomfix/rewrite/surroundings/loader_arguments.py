@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from oomfix.rewrite.surroundings.torchvision_data import TorchvisionData
 from oomfix.script import Script
 from oomfix.script.fixes.added_keyword import added_keyword
 from oomfix.script.syntax.edits import Edit, replace
+from oomfix.script.syntax.patterns import Pattern
 from oomfix.script.syntax.scopes import Scopes
 
 _POSITIONAL = (
@@ -30,12 +30,12 @@ _POSITIONAL = (
 )
 _OWN_BATCHES = frozenset({"collate_fn", "pin_memory", "pin_memory_device"})
 _DRAWN_AHEAD = frozenset({"sampler", "batch_sampler", "persistent_workers"})
-_ELSEWHERE = re.compile(
+_ELSEWHERE = Pattern(
     r"set_default_(device|tensor_type)|set_video_backend|with torch\.device|default_collate|torch\.cuda\.device\("
 )
 """What makes tensors on a GPU, or batches of another kind, where nothing that is seen of the data says so."""
-_CARD = re.compile(r"cuda:(?!0$)")
-_CHOOSES_CARD = re.compile(r"\bset_device\(|CUDA_VISIBLE_DEVICES")
+_CARD = Pattern(r"cuda:(?!0$)")
+_CHOOSES_CARD = Pattern(r"\bset_device\(|CUDA_VISIBLE_DEVICES")
 
 
 class Written(NamedTuple):

@@ -8,9 +8,10 @@ import re
 from oomfix.rewrite.dataflow.liveness import names_bound_by_target
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 from oomfix.script.syntax.scopes import Scopes
 
-_DEVICE = re.compile(r"(^|\.)\w*(device|cuda)\w*$", re.IGNORECASE)
+_DEVICE = Pattern(r"(^|\.)\w*(device|cuda)\w*$", re.IGNORECASE)
 _SAME_MEMORY = frozenset("view squeeze unsqueeze flatten items values".split())
 """Methods whose result lies where their object lies."""
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 
 from oomfix.rewrite.text.free_names import FreeNames
 from oomfix.rewrite.text.layout import Layout, Lines
 from oomfix.script import Script
 from oomfix.script.syntax.edits import Edit, quote_of
 from oomfix.script.syntax.names import path_of
+from oomfix.script.syntax.patterns import Pattern
 
 Overrides = dict[str, object]
 
-_BEGIN_OF_CELL = re.compile(r"\.\.\.  # \w+ \d+$")
+_BEGIN_OF_CELL = Pattern(r"\.\.\.  # \w+ \d+$")
 """The marker at the top of each cell of a notebook."""
 
-_COMMENTED_OUT = re.compile(r"#[ \t]*(import [\w., ]+|from [\w.]+ import [\w*, ]+)(#.*)?$")
+_COMMENTED_OUT = Pattern(r"#[ \t]*(import [\w., ]+|from [\w.]+ import [\w*, ]+)(#.*)?$")
 """An import at the margin that is commented out."""
 
 

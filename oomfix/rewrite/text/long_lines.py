@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,9 +11,10 @@ from typing import NamedTuple
 from oomfix.parsing import NEWLINE, split_lines
 from oomfix.rewrite.text.layout import Layout
 from oomfix.script.syntax.edits import Edit
+from oomfix.script.syntax.patterns import Pattern
 
 # what a tool reads belongs to its line: `# type: ignore`, or the mark of a notebook's magic
-_FOR_TOOLS = re.compile(r"#\s*(type:|noqa|pylint|pragma|fmt|ruff|mypy|pyright|oomfix|nosec|isort|yapf|\w+ magic \d)")
+_FOR_TOOLS = Pattern(r"#\s*(type:|noqa|pylint|pragma|fmt|ruff|mypy|pyright|oomfix|nosec|isort|yapf|\w+ magic \d)")
 _OPENING, _CLOSING = ("(", "[", "{"), (")", "]", "}")
 _ASSIGNING = frozenset(("=", "+=", "-=", "*=", "/="))
 _NO_ASSIGNMENT_ALONE = frozenset(("lambda", ";", ":"))

@@ -7,19 +7,20 @@ import re
 
 from oomfix.rewrite.text.layout import Layout, is_code
 from oomfix.script.syntax.edits import Edit, bounds
+from oomfix.script.syntax.patterns import Pattern
 
-_ABOUT_GRADIENTS = re.compile(
+_ABOUT_GRADIENTS = Pattern(
     r"zero|reset|clear|flush|clean|empt|none|initiali[sz]|updates? (the )?scale|scaler?\b.*(next|updat)|"
     r"normali[sz]e|(scale|divide|average|reduce|account).*(accum|step|batch)|grad\w*\b.*\b0\b|"
     r"梯度.*(清|零|空|重置|初始)|(清|零|重置|初始).*梯度|勾配.*(ゼロ|初期|リセット)|기울기.*(0|초기)",
     re.IGNORECASE,
 )
-_ABOUT_MORE = re.compile(
+_ABOUT_MORE = Pattern(
     r"forward|backward|\bstep\b|optimi[sz]e\b|compute|train|传播|更新|优化|训练|计算|逆伝播|学習|역전파|학습",
     re.IGNORECASE,
 )
 
-_END_OF_STATEMENTS = re.compile(r"[ \t]*(#|\r|\n|$)")
+_END_OF_STATEMENTS = Pattern(r"[ \t]*(#|\r|\n|$)")
 
 
 def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from oomfix.script.facts.trace import Forward, Trace
 from oomfix.script.syntax.names import path_of, unpacked
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 
 _PARTS_OF_A_STEP = 3
 """An environment answers with an observation, a reward and whether it is over, at the least."""
-_ENVIRONMENT = re.compile(r"(^|[._])env(ironment)?s?$", re.IGNORECASE)
+_ENVIRONMENT = Pattern(r"(^|[._])env(ironment)?s?$", re.IGNORECASE)
 """Whose answer may be one object: the time step of dm_control, or what Unity tells of each brain."""
 
 

@@ -14,41 +14,42 @@ from oomfix.script.syntax.edits import bounds
 from oomfix.script.syntax.names import last_of, path_of
 from oomfix.script.syntax.nodes import Nodes, blocks, walk
 from oomfix.script.syntax.parameters import named_parameters
+from oomfix.script.syntax.patterns import Pattern
 
 if TYPE_CHECKING:
     from oomfix.source import Source
 
-_CUDA = re.compile(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
-_SWITCH = re.compile(r"(use_)?(cuda|gpu)", re.IGNORECASE)
-_DEVICE = re.compile(
+_CUDA = Pattern(r"cuda|(?<![a-z])gpu|accelerat|fabric", re.IGNORECASE)
+_SWITCH = Pattern(r"(use_)?(cuda|gpu)", re.IGNORECASE)
+_DEVICE = Pattern(
     r"""\.to\((?!\s*(dtype=)?(torch\.\w+|[\w.]+\.dtype)\s*\)|\s*["']cpu["'])|device""",
     re.IGNORECASE,
 )
-_DEVICE_OF_TORCH = re.compile(
+_DEVICE_OF_TORCH = Pattern(
     r"""\.to\((?!\s*(dtype=)?(torch\.\w+|[\w.]+\.dtype)\s*\)|\s*["']cpu["'])|"""
     r"""torch\.device|\.device\b|\bdevice\s*=|["'][-_]*device["']""",
     re.IGNORECASE,
 )
 """What names a device where the file has devices of another kind as well."""
-_OTHER_KIND = re.compile(r"[a-z]Device$")
-_DEVICE_OF_A_TENSOR = re.compile(
+_OTHER_KIND = Pattern(r"[a-z]Device$")
+_DEVICE_OF_A_TENSOR = Pattern(
     r"(?:\bdevice\s*=|\.to\()\s*"
     r"(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"
     r"(\w+)\.device\b",
     re.IGNORECASE,
 )
 """`torch.arange(n, device=x.device)`, `mask.to(x.device)`: where another tensor is, unless it is none."""
-_IDLE_CALL = re.compile(
+_IDLE_CALL = Pattern(
     r"\btorch\.cuda\.(is_available|empty_cache|manual_seed\w*|synchronize|device_count|\w*memory\w*|reset_\w+|get_\w+)\b"
 )
 """Calls that ask CUDA something, or do nothing for a script that puts nothing on a GPU."""
-_SEED = re.compile(r"\btorch\.cuda\.(is_available|manual_seed\w*)\b")
+_SEED = Pattern(r"\btorch\.cuda\.(is_available|manual_seed\w*)\b")
 """What a script asks and sets for a GPU, whether or not it puts anything there."""
-_DEVICE_NAME = re.compile(r"^(?!\w*cpu)\w*device\w*$", re.IGNORECASE)
+_DEVICE_NAME = Pattern(r"^(?!\w*cpu)\w*device\w*$", re.IGNORECASE)
 _OTHER_DEVICES = frozenset({"cpu", "mps"})
 _VISIBLE = "os.environ['CUDA_VISIBLE_DEVICES']"
 _NONE_VISIBLE = frozenset({"", "-1"})
-_BEFORE_COMMENT = re.compile(r"""((?:[^#"'\\]|\\.|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*)\#""")
+_BEFORE_COMMENT = Pattern(r"""((?:[^#"'\\]|\\.|"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')*)\#""")
 
 _NETWORKS = frozenset({"model", "net", "network"})
 _OF_TENSORS = frozenset({"shape", "size", "view", "dim", "reshape", "detach", "numel", "ndim", "requires_grad"})

@@ -22,10 +22,11 @@ from oomfix.script.facts.named_like import adapts_as_it_runs, looks_like_loss, l
 from oomfix.script.facts.trace import Backward, Forward, Guard, Loop, Site, Trace
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import names_in, walk
+from oomfix.script.syntax.patterns import Pattern
 
-_EVALUATION_DATA = re.compile(r"(^|_)(val|valid|validation|dev)(_|$)", re.IGNORECASE)
+_EVALUATION_DATA = Pattern(r"(^|_)(val|valid|validation|dev)(_|$)", re.IGNORECASE)
 _AS_NUMBERS = frozenset(("numpy", "tolist", "item"))
-_EVALUATION_LOADER = re.compile(r"(^|[^a-z])(val|valid|validation|test|dev(?!ice)|eval|infer|predict)", re.IGNORECASE)
+_EVALUATION_LOADER = Pattern(r"(^|[^a-z])(val|valid|validation|test|dev(?!ice)|eval|infer|predict)", re.IGNORECASE)
 _MOVES = frozenset(("to", "cuda"))
 _TRAINING_FLAGS = frozenset(("self.training", "self.is_training", "self.is_train", "is_training", "is_train"))
 

@@ -7,9 +7,10 @@ import re
 
 from oomfix.script.analyses.windows import is_window_test
 from oomfix.script.facts.trace import Event, Guard
+from oomfix.script.syntax.patterns import Pattern
 
-_DEVICE_CHECK = re.compile(r"cuda|gpu|device", re.IGNORECASE)
-_MEMORY_CHECK = re.compile(r"mem|alloc|reserved|usage", re.IGNORECASE)
+_DEVICE_CHECK = Pattern(r"cuda|gpu|device", re.IGNORECASE)
+_MEMORY_CHECK = Pattern(r"mem|alloc|reserved|usage", re.IGNORECASE)
 
 
 def runs_every_iteration(event: Event) -> bool:

@@ -11,13 +11,14 @@ from oomfix.script.facts.named_like import looks_like_loss
 from oomfix.script.facts.torch_facts import REDUCING_BUILTINS
 from oomfix.script.syntax.names import last_name, path_of, root_of, unpacked
 from oomfix.script.syntax.nodes import blocks, children, encloses
+from oomfix.script.syntax.patterns import Pattern
 
 _READING = frozenset(("item", "tolist"))
 _TO_NUMBERS = frozenset("float int bool str repr format round print".split())
 _LOGGING = frozenset("add_scalar add_scalars log log_metric info debug warning".split())
 _PICTURES = frozenset("plt ax axes axs fig sns".split())
 _SHOWING = frozenset("save_image imshow imsave imwrite add_image add_images add_embedding add_histogram".split())
-_SHOWN_BY = re.compile(r"^_*(plot|show|print|display|draw|save|visuali[sz]e|log)(_|$)", re.IGNORECASE)
+_SHOWN_BY = Pattern(r"^_*(plot|show|print|display|draw|save|visuali[sz]e|log)(_|$)", re.IGNORECASE)
 _COMPUTING = frozenset("torch F nn np numpy math list tuple zip enumerate range".split()) | REDUCING_BUILTINS
 _OF_TENSORS = frozenset("eq ne equal view_as expand_as type_as make_grid".split())
 """Methods of another tensor that this one is given to, and a function that puts pictures together."""

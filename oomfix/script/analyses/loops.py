@@ -13,8 +13,9 @@ from oomfix.script.facts.named_like import looks_like_module
 from oomfix.script.facts.trace import Backward, Forward, Loop, Step, Trace
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import names_in, walk
+from oomfix.script.syntax.patterns import Pattern
 
-_BATCH = re.compile(r"^(mini_?)?batch(_?(data|i|id|idx|index|no|num))?$", re.IGNORECASE)
+_BATCH = Pattern(r"^(mini_?)?batch(_?(data|i|id|idx|index|no|num))?$", re.IGNORECASE)
 
 
 def is_over_batches(loop: Loop) -> bool:

@@ -14,23 +14,22 @@ from oomfix.script.interpreter.contexts import AUTOCAST
 from oomfix.script.syntax.imports import Imports
 from oomfix.script.syntax.names import last_name, last_of, path_of
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 
 if TYPE_CHECKING:
     from oomfix.script.analyses.switches import Switches
     from oomfix.script.analyses.without_gpu import WithoutGpu
     from oomfix.source import Source
 
-_HALF = re.compile(
-    r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)"
-)
+_HALF = Pattern(r"\bmodel\w*\.to\((dtype=)?torch\.(bfloat16|float16|half)\)|torch_dtype=torch\.(bfloat16|float16|half)")
 _OF_APEX = (
     *("apex.amp.initialize", "apex.amp.init", "apex.amp.scale_loss"),
     *("apex.fp16_utils.FP16_Optimizer", "apex.optimizers.FP16_Optimizer"),
 )
 _HALF_DTYPES = frozenset({"torch.bfloat16", "torch.float16", "torch.half"})
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_SCALING = re.compile(r"\w*scaler\w*|\w*loss_scal(?!ar)\w*|scale_loss|\w*grad(?:ient)?_scale\w*", re.IGNORECASE)
-_DATA_SCALER = re.compile(r"(Standard|MinMax|MaxAbs|Robust)Scaler")
+_SCALING = Pattern(r"\w*scaler\w*|\w*loss_scal(?!ar)\w*|scale_loss|\w*grad(?:ient)?_scale\w*", re.IGNORECASE)
+_DATA_SCALER = Pattern(r"(Standard|MinMax|MaxAbs|Robust)Scaler")
 _LOSS_SCALE = 128
 _MOVES = frozenset({"to", "cuda", "half", "bfloat16", "train"})
 

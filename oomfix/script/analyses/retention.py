@@ -11,8 +11,9 @@ from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.trace import Backward, Forward, Guard, Keep, Loop, ModuleAttribute, Trace
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import names_in, walk
+from oomfix.script.syntax.patterns import Pattern
 
-_ATTENTION_NAME = re.compile(r"attn|attention", re.IGNORECASE)
+_ATTENTION_NAME = Pattern(r"attn|attention", re.IGNORECASE)
 
 
 def kept_graphs(trace: Trace, training_runs: set[int], evaluation_forwards: list[Forward]) -> Iterator[Keep]:

@@ -11,12 +11,13 @@ from oomfix.script.analyses.windows import is_window_name
 from oomfix.script.facts.trace import Backward
 from oomfix.script.syntax.names import last_name
 from oomfix.script.syntax.nodes import Scope, children, walk
+from oomfix.script.syntax.patterns import Pattern
 
-_TOLD = re.compile(
+_TOLD = Pattern(
     r"^(print|info|debug|warning|log|log_\w+|add_scalars?|set_postfix\w*|set_description\w*|write|format|range|trange)$"
 )
 """Calls that are told the size, or count up to it."""
-_RATE = re.compile(r"(^|_)(lr|learning_rate)(_|$)", re.IGNORECASE)
+_RATE = Pattern(r"(^|_)(lr|learning_rate)(_|$)", re.IGNORECASE)
 
 
 def reads_its_size(

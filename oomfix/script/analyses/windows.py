@@ -12,8 +12,9 @@ from oomfix.script.analyses.training_loop import TrainingLoop, Window, waits
 from oomfix.script.facts.trace import Backward, Event, Guard, Loop, Step, Trace, exclude_each_other
 from oomfix.script.syntax.names import last_of, path_of
 from oomfix.script.syntax.nodes import encloses, walk
+from oomfix.script.syntax.patterns import Pattern
 
-_WINDOW_NAME = re.compile(
+_WINDOW_NAME = Pattern(
     r"accum|grad_?acc|acc_?steps|\bgas\b|micro|grad_?steps|iter_?size|update_(freq|every)|virtual|subdivision",
     re.IGNORECASE,
 )

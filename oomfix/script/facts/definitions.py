@@ -15,6 +15,7 @@ from oomfix.script.facts.values import Kind, Value
 from oomfix.script.syntax.names import last_of, path_of, unpacked
 from oomfix.script.syntax.nodes import walk
 from oomfix.script.syntax.parameters import decorated_as, named_parameters
+from oomfix.script.syntax.patterns import Pattern
 
 if TYPE_CHECKING:
     from oomfix.script.interpreter.state import Frame
@@ -26,7 +27,7 @@ _ACTING = (
     r"(?:select|choose|take|pick|get|sample|compute|decide|greedy|best|optimal)_?(?:\w+_)?actions?|"
     r"actions?_(?:e|eps|epsilon|greedy|softmax|boltzmann)(?:_greedy)?|act"
 )
-_EVALUATION_NAME = re.compile(
+_EVALUATION_NAME = Pattern(
     r"(^|_)(eval|evaluate|evaluation|evaluator|val|valid|validate|validation|test|testing|tester|infer|inference|predict|prediction|"
     r"predictions|dev|score|demo|generate|sample|visuali[sz]e|embed|(greedy|beam)_(decode|search))(_|$|\d)|"
     rf"(^|_)({_ACTING})(_|$|\d)|"
@@ -35,18 +36,18 @@ _EVALUATION_NAME = re.compile(
 )
 # what is predicted or sampled has a loss in training, where `val_loss` and `estimate_loss` say that they evaluate;
 # a policy is asked for the probabilities of actions again by a loss, and a sample of experience is kept for one
-_FOR_TRAINING = re.compile(
+_FOR_TRAINING = Pattern(
     r"(^|_)(predict\w*|generate|sample|score|embed|actions?)_(\w+_)?loss(_|$|\d)|(^|_)eval(uate)?_(log_?probs?_)?actions?$|"
     r"(^|_)(append|add|store|push|insert|remember)_samples?$|(^|_)(sample|generate)_(\w+_)?(traj\w*|paths?|rollouts?|episodes?)$",
     re.IGNORECASE,
 )
-_ACTING_NAME = re.compile(rf"(^|_)({_ACTING})(_|$|\d)", re.IGNORECASE)
-_MODULE_BASE = re.compile(
+_ACTING_NAME = Pattern(rf"(^|_)({_ACTING})(_|$|\d)", re.IGNORECASE)
+_MODULE_BASE = Pattern(
     r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*For[A-Z]\w*(LM|Classification|Generation|Answering|Training|Detection|Segmentation))$"
 )
-_TRANSFORMERS_TRAINER = re.compile(r"^(transformers|trl|sentence_transformers)\.(.*\.)?\w*Trainer$")
+_TRANSFORMERS_TRAINER = Pattern(r"^(transformers|trl|sentence_transformers)\.(.*\.)?\w*Trainer$")
 _MOST_NAMED_LIKE = 4
-_LIGHTNING_BASE = re.compile(r"(^|\.)(LightningModule|LightningDataModule)$")
+_LIGHTNING_BASE = Pattern(r"(^|\.)(LightningModule|LightningDataModule)$")
 
 
 @dataclass(eq=False)

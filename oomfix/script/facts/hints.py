@@ -8,7 +8,6 @@ the name itself (`named_like`) is only asked when nothing else speaks.
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from oomfix.script.facts.values import Kind
 from oomfix.script.syntax.names import MOVES, last_of, path_of, path_of_each, without_moves
 from oomfix.script.syntax.nodes import Scope, evaluates_what_it_is_given, only_argument
 from oomfix.script.syntax.parameters import bind_call
+from oomfix.script.syntax.patterns import Pattern
 
 _MODULE_METHODS = frozenset(
     "parameters named_parameters modules named_modules children named_children buffers eval train requires_grad_ "
@@ -47,7 +47,7 @@ _DISTRIBUTED = frozenset({"DDP", "DistributedDataParallel"})
 _SAYING_NOTHING = (ast.Constant, ast.keyword, ast.arg)
 _OTHER_ASSIGNMENTS = (ast.AugAssign, ast.AnnAssign)
 
-_WORD = re.compile(r"\w+")
+_WORD = Pattern(r"\w+")
 _NUMBERS = frozenset({"float", "int"})
 _HOLDING_NUMBERS = frozenset(
     "dict Dict Mapping defaultdict list List tuple Tuple Optional Union None str typing".split()

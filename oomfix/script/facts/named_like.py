@@ -9,8 +9,9 @@ import re
 from functools import lru_cache
 
 from oomfix.script.syntax.names import MANY_NAMES, last_of
+from oomfix.script.syntax.patterns import Pattern
 
-_MODULE_NAME = re.compile(
+_MODULE_NAME = Pattern(
     r"(^|_)(model|net|network|net_?[a-z]|encoder|decoder|generator|discriminator|backbone|critic|actor|policy|"
     r"classifier|transformer|unet|vae|gan|bert|gpt|resnet|cnn|rnn|lstm|gru|mlp|autoencoder|student|teacher|extractor|"
     r"embedder|predictor|segmentor|detector|denoiser|estimator|regressor|vit|clip|vgg|inception|(?<=_)head)\d*(_?[a-z0-9]{1,3})?$"
@@ -19,63 +20,61 @@ _MODULE_NAME = re.compile(
     r"|^(gen|disc?)_(?-i:[a-z]|[A-Z]{1,2}(2[A-Z])?)$",
     re.IGNORECASE,
 )
-_PART_NAME = re.compile(
+_PART_NAME = Pattern(
     r"^(pi|mu|phi|psi|logvar|logsigma|[fgqv]|fc|conv|linear|lin|layer|block|stage|stem|proj|projection|projector|head|"
     r"neck|embedding|attention|attn|bottleneck|features|(fc|conv|linear|proj)_(out|in|mu|mean|(log)?_?(var|sigma|std))|"
     r"\w+_(fc|conv|linear|layer|block|head|proj|projection|projector|embedding|attention|attn))_?\d*$"
 )
-_LETTER_PART_NAME = re.compile(r"^[A-Z][a-z]?_?\d*$")
-_FORWARD_METHOD = re.compile(
+_LETTER_PART_NAME = Pattern(r"^[A-Z][a-z]?_?\d*$")
+_FORWARD_METHOD = Pattern(
     r"^(forward|encode|decode|extract|embed|project|classify|predict(?!\w*_from_)|pred_|segment(ation)?$|infer|elbo|llm|"
     r"head|backbone)|"
     r"(features?|logits?|loss|^p_losses|embeddings?|likelihood|(^|_)nll|log_?prob|(^|_)q_?values?|"
     r"^get_(\w+_and_)?values?)$",
     re.IGNORECASE,
 )
-_LIKELIHOOD = re.compile(r"(loss|likelihood|(^|_)nll|log_?probs?)$", re.IGNORECASE)
-_GIVES_GRADIENTS = re.compile(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
-_GIVES_INTEGERS = re.compile(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
-_RUNNING_METHOD = re.compile(
+_LIKELIHOOD = Pattern(r"(loss|likelihood|(^|_)nll|log_?probs?)$", re.IGNORECASE)
+_GIVES_GRADIENTS = Pattern(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
+_GIVES_INTEGERS = Pattern(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
+_RUNNING_METHOD = Pattern(
     r"^(encode|decode|embed|encode_image|encode_text|evaluate_actions|extract_features?|forward_features|logits?|"
     r"mapping|synthesis|"
     r"(?!pre_|post_)\w+_forward)$"
 )
 """Of the networks of public training code, one in thirty turns gradients off in a method of one of these names."""
-_TRAINING_VERB = re.compile(
+_TRAINING_VERB = Pattern(
     r"(^|_)(learn|train|optimi[sz]e|fit|backward|finish|adapt|improve|fine_?tune|reinforce|update)(_|$)"
 )
-_DIFFERENTIATING = re.compile(
+_DIFFERENTIATING = Pattern(
     r"attack|perturb|adversar|deepfool|saliency|grad_?cam|(^|[._])(atk|pgd|fgsm|bim|cw)(_|$)|\.(attribute|explain)$",
     re.IGNORECASE,
 )
-_DETACHING = re.compile(
-    r"detach|repackage|stop_?grad|truncate_?graph|(to|2|as)_?(np|numpy|ndarray)(_|$)", re.IGNORECASE
-)
-_LOGGING = re.compile(
+_DETACHING = Pattern(r"detach|repackage|stop_?grad|truncate_?graph|(to|2|as)_?(np|numpy|ndarray)(_|$)", re.IGNORECASE)
+_LOGGING = Pattern(
     r"log|print|write|show|plot|save|dump|record|report|display|scalar|meter|metric|bar|summary|wandb|track|vis|stat|acc",
     re.IGNORECASE,
 )
-_THAWING = re.compile(r"(^|_)(un_?freeze|thaw)", re.IGNORECASE)
-_SAVING = re.compile(r"early_?stop|(^|_)save_\w*(model|net|state|weights|best)|check_?point(er|ing)?$", re.IGNORECASE)
-_METRIC = re.compile(
+_THAWING = Pattern(r"(^|_)(un_?freeze|thaw)", re.IGNORECASE)
+_SAVING = Pattern(r"early_?stop|(^|_)save_\w*(model|net|state|weights|best)|check_?point(er|ing)?$", re.IGNORECASE)
+_METRIC = Pattern(
     r"(?<!para|volu)(?<!geo|sym|bio|iso)met(ric|er)|evaluator|logger|accuracy|confusion|perplexity|"
     r"(^|_)(acc|auc|auroc|fid|iou|miou|map|mrr|psnr|ssim|top_?[15])(_|$)",
     re.IGNORECASE,
 )
-_RECORD = re.compile(
+_RECORD = Pattern(
     r"(^|_)(dict|logs?|stats?|info|details|corrects?|counts?|hits)$|^(num|count|correct)_|_(tokens|words|lengths)$|"
     r"^n_(correct|right|valid|hits|samples)$",
     re.IGNORECASE,
 )
-_LETTER_MODULE_NAME = re.compile(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
+_LETTER_MODULE_NAME = Pattern(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
 """`D`, `G_A`, `netD`: the letters of adversarial training."""
-_DISCRIMINATOR = re.compile(r"(^|_)(?i:discr?|discriminator)(_?[A-Za-z0-9]{1,3})?$|^(dis_|netD|D)_{0,2}[A-Z0-9]{0,3}$")
-_AUTOENCODER = re.compile(r"(^|_)(auto_?encoder|(vq_?)?vae|vqgan)\d*$", re.IGNORECASE)
-_ONE_WAY = re.compile(r"(?<!auto)(?<!auto_)(en|de)c(oder)?\d*$", re.IGNORECASE)
-_PENALTY = re.compile(r"sparsity|orthogonal|regulari[sz]|weight_?decay|(^|_)(reg|l[12]|penalty)(_|$)", re.IGNORECASE)
-_ADAPTING = re.compile(r"(^|_)(maml|anil|reptile|meta_?(learner|sgd))", re.IGNORECASE)
-_AVERAGE_NAME = re.compile(r"^[GgDd]_?(ema|EMA|avg)$")
-_VERB = re.compile(
+_DISCRIMINATOR = Pattern(r"(^|_)(?i:discr?|discriminator)(_?[A-Za-z0-9]{1,3})?$|^(dis_|netD|D)_{0,2}[A-Z0-9]{0,3}$")
+_AUTOENCODER = Pattern(r"(^|_)(auto_?encoder|(vq_?)?vae|vqgan)\d*$", re.IGNORECASE)
+_ONE_WAY = Pattern(r"(?<!auto)(?<!auto_)(en|de)c(oder)?\d*$", re.IGNORECASE)
+_PENALTY = Pattern(r"sparsity|orthogonal|regulari[sz]|weight_?decay|(^|_)(reg|l[12]|penalty)(_|$)", re.IGNORECASE)
+_ADAPTING = Pattern(r"(^|_)(maml|anil|reptile|meta_?(learner|sgd))", re.IGNORECASE)
+_AVERAGE_NAME = Pattern(r"^[GgDd]_?(ema|EMA|avg)$")
+_VERB = Pattern(
     r"^(\w+_(?=(build|create|load|save|make|reset)_))?"
     r"(save|load|get|build|create|make|init|initialize|train|test|eval|evaluate|update|set|prepare|define|print|count|"
     r"freeze|unfreeze|reset|setup|fit|run|write|log|show|plot|add|apply|export|restore|resume|validate|sync|average|"
@@ -87,31 +86,31 @@ _VERB = re.compile(
     r"(_|$|(?-i:[A-Z]))",
     re.IGNORECASE,
 )
-_NO_NETWORK_NAME = re.compile(
+_NO_NETWORK_NAME = Pattern(
     r"early_?stop|tokeni[sz]er|spacy|(one_?hot|label|ordinal)_?encoder$|(batch|data|label|target)_?extractor$|"
     r"(\w+_)?(batch|data|task|episode|train|test|valid|val)_?(generator|gen)$|"
     r"(num|nb)_\w+$|n_\w+s$|(\w+_)?(greedy|beam|ctc)_?(ctc_?)?decoder$|"
     r"(ewc|ema|ece|eer|emd|elbo|dcg|gae|dct|dft|dwt|dtw|elu|gelu|glu|critical)$",
     re.IGNORECASE,
 )
-_CONVERTER = re.compile(r"(^|_)(convert(er)?|codec|tokeni[sz]er|vocab|alphabet)$", re.IGNORECASE)
-_DATA = re.compile(r"(^|_)(data|train(ing)?|val|valid(ation)?|test|eval)_?(loader|set)$", re.IGNORECASE)
-_LOSS_NAME = re.compile(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
-_NETWORK_WITH_LOSS = re.compile(r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$", re.IGNORECASE)
-_LOSS_ABBREVIATION = re.compile(r"(bce|mse|ce|nll|l1|kld?|ctc|(ms_?)?ssim)$", re.IGNORECASE)
-_WEIGHT_NAME = re.compile(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
-_OPTIMIZER_NAME = re.compile(
+_CONVERTER = Pattern(r"(^|_)(convert(er)?|codec|tokeni[sz]er|vocab|alphabet)$", re.IGNORECASE)
+_DATA = Pattern(r"(^|_)(data|train(ing)?|val|valid(ation)?|test|eval)_?(loader|set)$", re.IGNORECASE)
+_LOSS_NAME = Pattern(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
+_NETWORK_WITH_LOSS = Pattern(r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$", re.IGNORECASE)
+_LOSS_ABBREVIATION = Pattern(r"(bce|mse|ce|nll|l1|kld?|ctc|(ms_?)?ssim)$", re.IGNORECASE)
+_WEIGHT_NAME = Pattern(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
+_OPTIMIZER_NAME = Pattern(
     r"(^|_)(opt[a-z]?|optim\w*|opt_\w+)\d*$|_opt$|\w[Oo]ptimi[sz]er$",
     re.IGNORECASE,
 )
-_STATE_NAME = re.compile(
+_STATE_NAME = Pattern(
     r"(^|_)(h|c|hx|cx|hn|cn|h_?[0tn]|c_?[0tn]|hc|hidden\w*|state\w*|hiddens|states|memory|mems?|past\w*|cache)(_|\d|$)",
     re.IGNORECASE,
 )
-_ENCODING_NAME = re.compile(r"pos(ition(al)?)?_?enc|(fourier|freq(uency)?|sinus\w*)_?(enc|feat)", re.IGNORECASE)
-_SAMPLING = re.compile(r"(^|_)sampl(e|er|ing)(_|$)", re.IGNORECASE)
-_NOISING = re.compile(r"(^|_)\w*(diffuser|diffusion|noiser|noise_?(scheduler|process))$", re.IGNORECASE)
-_SCALER_NAME = re.compile(r"scaler", re.IGNORECASE)
+_ENCODING_NAME = Pattern(r"pos(ition(al)?)?_?enc|(fourier|freq(uency)?|sinus\w*)_?(enc|feat)", re.IGNORECASE)
+_SAMPLING = Pattern(r"(^|_)sampl(e|er|ing)(_|$)", re.IGNORECASE)
+_NOISING = Pattern(r"(^|_)\w*(diffuser|diffusion|noiser|noise_?(scheduler|process))$", re.IGNORECASE)
+_SCALER_NAME = Pattern(r"scaler", re.IGNORECASE)
 
 
 def _last(path: str) -> str:

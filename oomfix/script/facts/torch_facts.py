@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from oomfix.script.facts.values import Kind, Value
 from oomfix.script.syntax.names import MANY_NAMES, last_of
+from oomfix.script.syntax.patterns import Pattern
 
 INTEGER_RESULTS = frozenset(
     "argmax argmin eq ne gt ge lt le equal allclose isnan isinf isfinite isclose long int short byte bool char numel "
@@ -57,18 +58,18 @@ PLAIN_PACKAGES = frozenset(
 MODEL_PACKAGES = frozenset("dlib mediapipe spacy".split())
 """Packages that make models of their own, which record no autograd graph."""
 
-_TRANSFORM = re.compile(
+_TRANSFORM = Pattern(
     r"^((torchvision|torchaudio|torchio|monai)\.transforms|kornia\.augmentation)\.(\w+\.)*[A-Z]|(^|\.)\w*(Spectrogram|MFCC)$"
 )
-_PIPELINE = re.compile(r"(^|\.)\w*Pipeline\.from_\w+$|^diffusers\.(\w+\.)*\w*Pipeline$|^transformers\.pipeline$")
+_PIPELINE = Pattern(r"(^|\.)\w*Pipeline\.from_\w+$|^diffusers\.(\w+\.)*\w*Pipeline$|^transformers\.pipeline$")
 """Pipelines from a network's hub, which turn gradients off by themselves."""
-_LOSS_CLASS = re.compile(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion|^LabelSmooth")
+_LOSS_CLASS = Pattern(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion|^LabelSmooth")
 _LOSSES_ELSEWHERE = "gpytorch.mlls."
-_OPTIMIZER_CLASS = re.compile(
+_OPTIMIZER_CLASS = Pattern(
     r"^(torch\.optim\.(?!lr_scheduler|swa_utils)\w+|.*\b(Adam\w*|AdamW\w*|SGD|RMSprop|Adagrad|Adafactor|Lamb|LAMB|RAdam|Lion|"
     r"\w*Optimizer|BertAdam|AdaBelief|SAM|NoamOpt|ScheduledOptim|MADGRAD|Ranger))$"
 )
-_MODULE_FACTORY = re.compile(
+_MODULE_FACTORY = Pattern(
     r"^torchvision\.models\.(?!\S*Weights\b)|^timm\.create_model$|^timm\.models\.|^torch\.(hub|jit)\.load$|^segmentation_models_pytorch\.[A-Z]|"
     r"^transformers\.(?!\w*(Tokenizer|Processor|Config|Extractor|Dataset|Collator))\w+\.(from_pretrained|from_config)$|"
     r"^(transformers|pytorch_transformers|pytorch_pretrained_bert|diffusers|peft)\.\w*(Model|For[A-Z]\w+|Net|UNet\w+|VAE|Autoencoder\w*)"
@@ -76,15 +77,15 @@ _MODULE_FACTORY = re.compile(
     r"^sentence_transformers\.\w*(Transformer|Encoder)$|"
     r"^(open_)?clip\.load$|^efficientnet_pytorch\.\w+\.(from_pretrained|from_name)$|^peft\.get_peft_model$"
 )
-_WRAPPER = re.compile(
+_WRAPPER = Pattern(
     r"^(torch\.nn\.DataParallel|torch\.nn\.parallel\.(\w+\.)?(DataParallel|DistributedDataParallel)|torch\.compile|torch\.jit\.(?!load)\w+|"
     r"torch\.nn\.SyncBatchNorm\.convert_sync_batchnorm|apex\.parallel\.\w+|copy\.deepcopy|torch\.optim\.swa_utils\.AveragedModel|"
     r"torch\.distributed\.fsdp\.\w+|torch\.nn\.utils\.(parametrizations\.)?(spectral_norm|weight_norm)|.*\b(DDP|FSDP|DataParallel\w*|ModelEMA))$"
 )
-_ACCELERATOR = re.compile(
+_ACCELERATOR = Pattern(
     r"^(accelerate\.Accelerator|(lightning\.)?(fabric\.)?Fabric|lightning\.Fabric|lightning_fabric\.Fabric)$"
 )
-_TRAINER = re.compile(
+_TRAINER = Pattern(
     r"^((pytorch_lightning|lightning|lightning\.pytorch)\.(trainer\.)?(trainer\.)?Trainer|(transformers|trl)\.\w*Trainer)$"
 )
 _PARAMETERLESS = frozenset(

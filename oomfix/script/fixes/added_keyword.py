@@ -6,10 +6,11 @@ import ast
 import re
 
 from oomfix.script.syntax.edits import Edit, add_keyword, bounds, newline_of
+from oomfix.script.syntax.patterns import Pattern
 from oomfix.source import Source
 
-_COMMA = re.compile(r"[ \t]*,")
-_REST = re.compile(r"[ \t]*(#[^\r\n]*)?(?=[\r\n])")
+_COMMA = Pattern(r"[ \t]*,")
+_REST = Pattern(r"[ \t]*(#[^\r\n]*)?(?=[\r\n])")
 
 
 def added_keyword(source: Source, call: ast.Call, keyword: str) -> tuple[Edit, ...]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import re
 from typing import TYPE_CHECKING
 
 from oomfix.script.fixes.amp_names import AmpImport, renamed
 from oomfix.script.syntax.edits import Edit, bounds, newline_of, remove_statement, whole_lines
+from oomfix.script.syntax.patterns import Pattern
 
 if TYPE_CHECKING:
     from oomfix.source import Source
 
-_MODULE_OF_FROM = re.compile(r"from[ \t]+([\w.]+)")
+_MODULE_OF_FROM = Pattern(r"from[ \t]+([\w.]+)")
 
 
 class CannotRewrite(Exception):

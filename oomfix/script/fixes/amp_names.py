@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeGuard
 
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 from oomfix.script.syntax.scopes import Scopes, Variable
 
 if TYPE_CHECKING:
@@ -19,16 +20,12 @@ if TYPE_CHECKING:
 APIS = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
 """What `torch.amp` replaces, with a device type."""
 
-_API = re.compile(
-    r"torch\.(cuda|cpu)\.amp(?:\.autocast_mode|\.grad_scaler)?\.(autocast|GradScaler|custom_fwd|custom_bwd)"
-)
-_MODULE = re.compile(r"torch\.(cuda|cpu)\.amp(\.autocast_mode|\.grad_scaler)?")
-_REPLACED = re.compile(rf"{_API.pattern}|{_MODULE.pattern}")
-_NEW = re.compile(
-    r"torch\.(autocast|amp(\.(autocast_mode|grad_scaler))?(\.(autocast|GradScaler|custom_fwd|custom_bwd))?)"
-)
-_NEW_TEXT = re.compile(r"\btorch\.(amp|autocast)\b|from torch import [^\n]*\b(amp|autocast)\b")
-_VERSION_TEST = re.compile(r"version|hasattr|getattr|torch_|inspect|new_api", re.IGNORECASE)
+_API = Pattern(r"torch\.(cuda|cpu)\.amp(?:\.autocast_mode|\.grad_scaler)?\.(autocast|GradScaler|custom_fwd|custom_bwd)")
+_MODULE = Pattern(r"torch\.(cuda|cpu)\.amp(\.autocast_mode|\.grad_scaler)?")
+_REPLACED = Pattern(rf"{_API.pattern}|{_MODULE.pattern}")
+_NEW = Pattern(r"torch\.(autocast|amp(\.(autocast_mode|grad_scaler))?(\.(autocast|GradScaler|custom_fwd|custom_bwd))?)")
+_NEW_TEXT = Pattern(r"\btorch\.(amp|autocast)\b|from torch import [^\n]*\b(amp|autocast)\b")
+_VERSION_TEST = Pattern(r"version|hasattr|getattr|torch_|inspect|new_api", re.IGNORECASE)
 _STARRED = {"": APIS, ".autocast_mode": ("autocast", "custom_fwd", "custom_bwd"), ".grad_scaler": ("GradScaler",)}
 
 

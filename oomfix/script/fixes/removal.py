@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from oomfix.script.syntax.edits import Edit, remove_statement, whole_lines
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import blocks, walk
+from oomfix.script.syntax.patterns import Pattern
 
 if TYPE_CHECKING:
     from oomfix.source import Source
 
-_ABOUT_CACHE = re.compile(r"cache|memory|vram|显存|缓存|内存|メモリ|메모리", re.IGNORECASE)
+_ABOUT_CACHE = Pattern(r"cache|memory|vram|显存|缓存|内存|メモリ|메모리", re.IGNORECASE)
 
 
 class Removal:

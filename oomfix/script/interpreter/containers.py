@@ -30,6 +30,7 @@ from oomfix.script.facts.values import (
 )
 from oomfix.script.interpreter.contexts_by_hand import ContextsByHand
 from oomfix.script.syntax.names import last_name, last_of, left_by_methods, path_of
+from oomfix.script.syntax.patterns import Pattern
 
 STORING = frozenset(
     ["append", "add", "push", "store", "put", "insert", "remember", "record", "extend", "appendleft", "update"]
@@ -37,9 +38,9 @@ STORING = frozenset(
 """Methods that put their argument into the object."""
 
 
-_LIST_CLASS = re.compile(r"List|Dict|Deque|Queue")
+_LIST_CLASS = Pattern(r"List|Dict|Deque|Queue")
 
-_REPLAY = re.compile(r"buffer|replay", re.IGNORECASE)
+_REPLAY = Pattern(r"buffer|replay", re.IGNORECASE)
 """Names of what holds numbers for later updates."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable
 from functools import cached_property, reduce
 
@@ -19,10 +18,11 @@ from oomfix.script.interpreter.state import Binding, Frame, Layer, Names, State
 from oomfix.script.syntax.names import USUAL_NAMES, path_of, unpacked
 from oomfix.script.syntax.nodes import Scope
 from oomfix.script.syntax.parameters import named_parameters, placed_parameters
+from oomfix.script.syntax.patterns import Pattern
 
 _BUILTINS = frozenset(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
 _SHORTEST_NAME = 3
-_EDITION = re.compile(r"((py)?torch|v?\d+)$")
+_EDITION = Pattern(r"((py)?torch|v?\d+)$")
 _OBJECTS = (Kind.MODULE, Kind.INSTANCE, Kind.LOSS, Kind.OPTIMIZER)
 """What an object is made with in sight, and may be made with elsewhere: settings may be others there."""
 

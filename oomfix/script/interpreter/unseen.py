@@ -25,11 +25,12 @@ from oomfix.script.facts.trace import Handed
 from oomfix.script.facts.values import NO_ORIGINS, UNKNOWN, Given, Graph, Kind, Value, combine
 from oomfix.script.interpreter.containers import Containers
 from oomfix.script.syntax.names import last_of, path_of, unpacked, without_moves
+from oomfix.script.syntax.patterns import Pattern
 
-_COPYING = re.compile(r"(deep_?)?(copy|clone)(_?(module|model|net|network|learner))?$", re.IGNORECASE)
+_COPYING = Pattern(r"(deep_?)?(copy|clone)(_?(module|model|net|network|learner))?$", re.IGNORECASE)
 _OF_OPTIMIZERS = frozenset({"param_groups", "state", "defaults"})
 """What is read of an optimizer without a call."""
-_TRANSFORMS = re.compile(r"(^|[._])transforms?\b", re.IGNORECASE)
+_TRANSFORMS = Pattern(r"(^|[._])transforms?\b", re.IGNORECASE)
 
 
 class Unseen(Containers):

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.patterns import Pattern
 
 if TYPE_CHECKING:
     from oomfix.source import Source
@@ -26,7 +27,7 @@ class Edit(NamedTuple):
 
 
 _STRINGS = (ast.Constant, ast.JoinedStr)
-_OPENING = re.compile(r"""[rbfu]{0,2}(?!'{3}|"{3})(['"])""", re.IGNORECASE)
+_OPENING = Pattern(r"""[rbfu]{0,2}(?!'{3}|"{3})(['"])""", re.IGNORECASE)
 _ATOMS = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Tuple, ast.List, ast.Dict)
 
 
