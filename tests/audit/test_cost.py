@@ -7,6 +7,7 @@ import pytest
 from oomfix.audit import Auditor, Selection
 from oomfix.rules import all_rules
 from oomfix.script import Script
+from oomfix.script.analyses import into_numbers, precision
 from oomfix.script.facts.trace import Trace
 from oomfix.script.interpreter import follow
 from oomfix.source import Source
@@ -122,3 +123,38 @@ def test_a_call_out_of_sight_does_not_go_through_all_forwards_before_it(monkeypa
     script = Script.read(Source.from_bytes("train.py", b"for x in loader:\n" + b"    show(model(x))\n" * 8))
     assert len(script.trace.forwards) == 8
     assert Counted.passed == 0
+
+
+@pytest.mark.parametrize(("context", "looked_for"), [("torch.no_grad()", False), ("torch.autocast('cuda')", True)])
+def test_what_scales_losses_is_looked_for_where_something_runs_in_fp16(monkeypatch, context, looked_for):
+    looked_at = []
+    monkeypatch.setattr(precision, "_words_of_scaling", lambda statement: looked_at.append(statement) or set())
+    with_all_rules(
+        "import torch\n"
+        "for x in loader:\n"
+        f"    with {context}:\n"
+        "        target = teacher(x)\n"
+        "        loss = model(x, target)\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+    )
+    assert bool(looked_at) is looked_for
+
+
+def test_what_a_round_reads_first_is_found_out_once_for_all_names_of_it(monkeypatch):
+    asked = []
+    read_first = into_numbers.read_first
+    monkeypatch.setattr(into_numbers, "read_first", lambda loop: asked.append(loop) or read_first(loop))
+    script = Script.read(
+        Source.from_bytes(
+            "show.py",
+            b"def show(model, loader):\n"
+            b"    for x in loader:\n"
+            b"        out = model(x)\n"
+            b"        total = out.sum()\n"
+            b"        mean = total / 8\n"
+            b"        print(mean.item())\n",
+        )
+    )
+    assert script.evaluation_forwards
+    assert len(asked) == 1

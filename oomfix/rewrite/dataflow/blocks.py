@@ -25,9 +25,9 @@ class Blocks:
         self._blocks: dict[ast.stmt, tuple[list[ast.stmt], int]] = {}
         found: list[ast.AST] = [tree]
         for node in found:
-            below = children(node)
-            self._parents.update(dict.fromkeys(below, node))
-            found += below
+            if below := children(node):
+                self._parents.update(dict.fromkeys(below, node))
+                found += below
             if isinstance(node, _WITH_BLOCKS):
                 self._note_blocks(node)
 

@@ -96,8 +96,8 @@ def nodes_of_scope(node: ast.AST) -> Iterator[ast.AST]:
         kind = type(current)
         if kind in COMPREHENSIONS:
             yield from _nodes_of_comprehension(current)
-        elif kind not in _OF_THEIR_OWN:
-            waiting += reversed(children(current))
+        elif kind not in _OF_THEIR_OWN and (below := children(current)):
+            waiting += reversed(below)
 
 
 def _nodes_of_comprehension(comprehension: ast.AST) -> Iterator[ast.AST]:

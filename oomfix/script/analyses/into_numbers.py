@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 
 from oomfix.script.analyses.rounds import read_first
 from oomfix.script.facts.named_like import looks_like_loss
@@ -74,6 +75,7 @@ class _Uses:
         self._goes_on = goes_on
         self._around = {child: node for node in self._nodes for child in children(node)}
         self._seen: set[tuple[str, ast.AST]] = set()
+        self._read_first: dict[ast.For | ast.While, set[str]] = {}
 
     @property
     def is_looked_at(self) -> bool:
@@ -148,10 +150,16 @@ class _Uses:
         return all(map(self.end, reads))
 
     def _is_read_next_round(self, name: str, binding: ast.Assign) -> bool:
-        return any(
-            isinstance(node, ast.For | ast.While) and encloses(node, binding) and name in read_first(node)
-            for node in self._nodes
-        )
+        return any(encloses(loop, binding) and name in self._read_first_in(loop) for loop in self._loops)
+
+    @cached_property
+    def _loops(self) -> list[ast.For | ast.While]:
+        return [node for node in self._nodes if isinstance(node, ast.For | ast.While)]
+
+    def _read_first_in(self, loop: ast.For | ast.While) -> set[str]:
+        if loop not in self._read_first:
+            self._read_first[loop] = read_first(loop)
+        return self._read_first[loop]
 
     def _bound_again(self, name: str, binding: ast.Assign) -> Iterator[ast.stmt]:
         """The later assignments of a name that are made whichever way is taken from where it is bound."""

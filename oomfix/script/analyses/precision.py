@@ -169,6 +169,8 @@ class Precision:
     def unscaled(self, loop: TrainingLoop) -> list[Forward]:
         """The fp16 forwards of a loop whose gradients nothing scales."""
         half = [forward for forward in loop.forwards if forward.site.autocast == "float16"]
+        if not half:
+            return []
         scaled = [event for event in loop.backwards if event.scaled or _is_scaled_by_hand(event.node)]
         if not scaled:
             decided = loop.framework not in (None, "oomfix")  # the manager scales for its own autocast, not for torch's

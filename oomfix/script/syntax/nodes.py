@@ -75,7 +75,9 @@ class Nodes(list[ast.AST]):
 def children(node: ast.AST) -> list[ast.AST]:
     """The expressions, statements and parts of statements right below a node, in the order of the grammar."""
     found: list[ast.AST] = []
-    _add_children(node, found)
+    # more than half of all nodes are names and constants
+    if _FIELDS[type(node)]:
+        _add_children(node, found)
     return found
 
 
@@ -84,7 +86,6 @@ def walk(root: ast.AST) -> Iterator[ast.AST]:
     found = [root]
     for node in found:
         yield node
-        # more than half of all nodes are names and constants
         if _FIELDS[type(node)]:
             _add_children(node, found)
 
