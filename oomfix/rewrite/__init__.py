@@ -2,6 +2,8 @@
 
 The walk of one loop through the rewriter. Every stage takes a `Reading`, one state of the file with what is asked of
 it, and gives edits; edits make a new text, and that a new reading. All that is told has the lines of the first one.
+Following a script takes the most time: behind edits in place, what runs networks is known from before
+(`facts/events.py`).
 
 1. `apply.py` has the file: its loops rewritten, imports without use taken out, local fixes made
    (`surroundings/local.py`), evaluations run through the manager (`surroundings/evaluation_calls.py`), lines broken
@@ -31,7 +33,7 @@ it, and gives edits; edits make a new text, and that a new reading. All that is 
       joined lines apart, losses and batches named, logs and later losses behind (`preparations/in_turn.py`).
       Preparations are kept only where they made more of a loop.
    g. Models that still run outside of lifted functions are called in the preset's precision
-      (`in_place/model_calls.py`), last: only then is it known which do.
+      (`in_place/model_calls.py`), last: only then is it known which do. An audit writes nothing and stops ahead of it.
 
 `files.py` does this for paths and notebooks, `writing.py` writes, `summary.py` tells; `proving/proof.py` and
 `proving/trial.py` run the script before and after.

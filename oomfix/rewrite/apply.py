@@ -59,7 +59,8 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     ended: tuple[Fixed, ...] = ()
     loops: tuple[LoopOutcome, ...] = ()
     if options.runtime:
-        current, loops, ended = rewrite_loops(reading, options)
+        written, loops, ended = rewrite_loops(reading, options)
+        current = written()
         current = current.edited(unused_amp_imports(reading.script.imports, current.script.imports, current.layout))
     last = fix_locally(current.script, rules, options.wants_finding)
     found = last.found

@@ -8,7 +8,7 @@ What few scripts need is imported where it is needed: `oomfix audit --format jso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from oomfix.rewrite.dataflow.step_functions import StepFunction, step_functions
@@ -36,12 +36,12 @@ class Rewritten(NamedTuple):
     """A file with its training loops rewritten.
 
     Attributes:
-        reading: the file.
+        written: gives the file; who only asks what becomes of the loops has no use for it.
         loops: what became of each, by line.
         fixed: what that mended.
     """
 
-    reading: Reading
+    written: Callable[[], Reading]
     loops: tuple[LoopOutcome, ...]
     fixed: tuple[Fixed, ...]
 
@@ -127,7 +127,7 @@ def _rewritten_behind(edits: list[Edit], reading: Reading, options: Options) -> 
         )
         for loop in found.loops
     )
-    return Rewritten(found.reading, tuple(loops), tuple(one._replace(line=line(one.line)) for one in found.fixed))
+    return Rewritten(found.written, tuple(loops), tuple(one._replace(line=line(one.line)) for one in found.fixed))
 
 
 def _rewritten(reading: Reading, options: Options) -> Rewritten:
@@ -198,12 +198,12 @@ def _metrics_apart(reading: Reading, lines: Set[int]) -> Reading:
 def _as_it_stands(reading: Reading, options: Options) -> Rewritten:
     """The loops of a script rewritten with nothing moved ahead of that."""
     if not reading.loops:
-        return Rewritten(reading, tuple(_out_of_sight(reading)), ())
+        return Rewritten(lambda: reading, tuple(_out_of_sight(reading)), ())
     rewriter = LoopRewriter(reading, options.preset, options.overrides, options.wants)
-    rewritten = rewriter.rewrite()
+    written = rewriter.rewrite()
     fixed = tuple(Fixed(code, line, MENDED[code]) for code, line in rewriter.mended)
     kept = other_preset_in(reading.script, options.preset)
-    return Rewritten(rewritten, tuple(_outcome(rewriter, verdict, kept) for verdict in rewriter.verdicts), fixed)
+    return Rewritten(written, tuple(_outcome(rewriter, verdict, kept) for verdict in rewriter.verdicts), fixed)
 
 
 def _out_of_sight(reading: Reading) -> Iterator[LoopOutcome]:

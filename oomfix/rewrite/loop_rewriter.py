@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from functools import partial
 
 from oomfix import presets
 from oomfix.rewrite.dataflow.step_functions import StepFunction
@@ -29,7 +30,6 @@ from oomfix.rewrite.text.header import (
     runtime_name,
 )
 from oomfix.rewrite.text.removal import together
-from oomfix.rewrite.text.unused import unused_scalers
 from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script
 from oomfix.script.syntax.patterns import Pattern
@@ -84,8 +84,8 @@ class LoopRewriter:
         self._reading, self._script, self._source = reading, reading.script, reading.source
         self._judge, self.verdicts = judge, verdicts
 
-    def rewrite(self) -> Reading:
-        """The file with its loops rewritten."""
+    def rewrite(self) -> Callable[[], Reading]:
+        """Decide what becomes of each loop; what is returned writes the file with its loops rewritten."""
         if self._known is not None:
             self._leave(lambda verdict: verdict.sees_scale)
         if scaling_of(self.verdicts) != "script's":
@@ -95,9 +95,9 @@ class LoopRewriter:
             rewritten = self._rewritten(scaling)
             if scaling != "script's" or all(verdict.form != "in-place" for verdict in self.verdicts):
                 self._note(scaling)
-                return rewritten.edited(unused_scalers(rewritten.source.tree, self._manager, rewritten.layout))
+                return partial(self._finished, rewritten, scaling)
             self._leave(_why_nothing_is_gained)
-        return self._reading
+        return lambda: self._reading
 
     def lines_of(self, verdict: Verdict) -> tuple[int, int]:
         """The first and last line of a loop in the script as it was."""
@@ -153,10 +153,10 @@ class LoopRewriter:
         self._written_to_loaders = loader_arguments(self._reading, preset, self.verdicts)
         edits += [edit for written in self._written_to_loaders for edit in written.edits]
         stages = self._begun.copy()
-        stages.edit(together(self._source.text, edits))
+        stages.edit(together(self._source.text, edits), in_place=True)
         order = self._order()
         while (merged := merge_branches(stages.reading, manager)).edits:
-            stages.edit(merged.edits)
+            stages.edit(merged.edits, in_place=True)
             order = [place for number, place in enumerate(order) if number not in merged.gone]
         lifted = self._lift(stages, order)
         self._share()
@@ -167,12 +167,19 @@ class LoopRewriter:
                 verdict.state = stages.with_lines_before(verdict.state)
             verdict.said = [stages.with_lines_before(one) for one in verdict.said]
         stages.edit(lifted)
+        return stages.reading
+
+    def _finished(self, rewritten: Reading, scaling: Scaling) -> Reading:
+        """The file once models that run outside of lifted functions have their precision, and idle scalers are gone."""
+        # imported here: who only asks what becomes of the loops needs neither
+        from oomfix.rewrite.text.unused import unused_scalers
+
         stays = any(verdict.form == "in-place" or verdict.runs_ahead for verdict in self.verdicts)
         if scaling != "script's" and stays:
             from oomfix.rewrite.in_place.model_calls import model_call_edits
 
-            stages.edit(model_call_edits(stages.reading, self.verdicts, manager))
-        return stages.reading
+            rewritten = rewritten.edited(model_call_edits(rewritten, self.verdicts, self._manager))
+        return rewritten.edited(unused_scalers(rewritten.source.tree, self._manager, rewritten.layout))
 
     def _lift(self, stages: _Stages, order: list[tuple[Verdict, bool]]) -> list[Edit]:
         """The edits that lift slices, and what becomes of their loops in the verdicts.
@@ -305,10 +312,10 @@ class _Stages:
                 return None
         return since.with_lines_before(reason)
 
-    def edit(self, edits: list[Edit]) -> None:
-        """Make one round of edits."""
+    def edit(self, edits: list[Edit], *, in_place: bool = False) -> None:
+        """Make one round of edits, after which networks may still run where they ran (see `Reading.edited`)."""
         self._rounds.append((self.reading.source.text, edits))
-        self.reading = self.reading.edited(edits)
+        self.reading = self.reading.edited(edits, in_place=in_place)
 
     def with_lines_before(self, reason: str) -> str:
         """A reason with the lines of the script as it was, not as it is now."""

@@ -31,7 +31,7 @@ class MayDraw:
     def __init__(self, reading: Reading, helpers: Helpers) -> None:
         self._script, self._helpers, self._calls_run = reading.script, helpers, reading.calls_run
         self._paths_of: dict[ast.AST, list[str | None]] = {}
-        for forward in reading.script.trace.forwards.values():
+        for forward in reading.events.runs.values():
             self._paths_of.setdefault(forward.node, []).append(forward.path)
         self._paths = {path for paths in self._paths_of.values() for path in paths} - {None}
 

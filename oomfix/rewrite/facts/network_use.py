@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from oomfix.rewrite.dataflow.calls_run import CallsRun
 from oomfix.rewrite.dataflow.changes import overlap, paths_read
+from oomfix.rewrite.facts.events import Differentiated, Run
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.script.facts.named_like import looks_like_metric
-from oomfix.script.facts.trace import Backward, Forward
 from oomfix.script.syntax.names import last_name
 
 PREPARATION = frozenset(
@@ -47,12 +47,12 @@ class NetworkUse(NamedTuple):
     sees_mode: Callable[[ast.stmt, Sequence[ast.AST]], bool]
 
 
-def forwards_of(reading: Reading) -> list[Forward]:
+def forwards_of(reading: Reading) -> list[Run]:
     """The forwards of a script that may run a network."""
-    return [one for one in reading.script.trace.forwards.values() if _may_run_network(one, reading)]
+    return [one for one in reading.events.runs.values() if _may_run_network(one, reading)]
 
 
-def _may_run_network(forward: Forward, reading: Reading) -> bool:
+def _may_run_network(forward: Run, reading: Reading) -> bool:
     """Not `model.init_hidden()` or `metric.add_batch(out, y)`, whose results nobody takes, nor `x.view(-1)`."""
     call = forward.node
     if last_name(call) in PREPARATION:
@@ -71,7 +71,7 @@ class ReadsNetwork:
         forwards: those of the script.
     """
 
-    def __init__(self, calls_run: CallsRun, forwards: list[Forward]) -> None:
+    def __init__(self, calls_run: CallsRun, forwards: list[Run]) -> None:
         self._calls_run = calls_run
         parts = [forward.path.split(".") for forward in forwards if forward.path is not None]
         self._networks = {".".join(names[: 2 if names[0] == "self" else 1]) for names in parts}
@@ -94,7 +94,7 @@ class RunsForNoLoss:
         backwards: those of the script.
     """
 
-    def __init__(self, calls_run: CallsRun, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
+    def __init__(self, calls_run: CallsRun, forwards: list[Run], backwards: Sequence[Differentiated]) -> None:
         self._calls_run = calls_run
         through = {origin for event in backwards for origin in event.origins}
         self._forwards: set[ast.AST] = {forward.node for forward in forwards}
@@ -114,7 +114,7 @@ class TrainsNetwork:
         backwards: those of the script; one in the same node that keeps no graph leaves nothing to go through.
     """
 
-    def __init__(self, calls_run: CallsRun, forwards: list[Forward], backwards: Sequence[Backward]) -> None:
+    def __init__(self, calls_run: CallsRun, forwards: list[Run], backwards: Sequence[Differentiated]) -> None:
         self._calls_run = calls_run
         ends: dict[int, set[ast.expr]] = {}
         for event in backwards:
@@ -130,6 +130,6 @@ class TrainsNetwork:
         return any(not ends & run for call in run & self._ends.keys() for ends in self._ends[call])
 
 
-def _keeps_graph(event: Backward) -> bool:
+def _keeps_graph(event: Differentiated) -> bool:
     given = (keyword for keyword in event.node.keywords if keyword.arg in ("retain_graph", "create_graph", None))
     return any(not (isinstance(one.value, ast.Constant) and not one.value.value) for one in given)

@@ -12,10 +12,11 @@ from oomfix.rewrite.dataflow.functions_called import FunctionsCalled
 from oomfix.rewrite.dataflow.measuring import last_called, measures
 from oomfix.rewrite.dataflow.step_functions import training_loops
 from oomfix.rewrite.facts.amp import Amp
-from oomfix.rewrite.text.edits import apply_edits, with_text
+from oomfix.rewrite.facts.events import Events
+from oomfix.rewrite.text.edits import Shift, apply_edits, with_text
 from oomfix.rewrite.text.layout import Layout
 from oomfix.script import Script, TrainingLoop
-from oomfix.script.syntax.edits import Edit
+from oomfix.script.syntax.edits import Edit, bounds
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import walk
 from oomfix.script.syntax.patterns import Pattern
@@ -28,21 +29,51 @@ class Reading:
 
     Args:
         script: the file.
+        before: the reading that was edited, and the edits, where networks still run where they ran.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, before: tuple[Reading, list[Edit]] | None = None) -> None:
         self.script = script
         self.source = script.source
+        self._before = before
 
-    def edited(self, edits: Iterable[Edit]) -> Reading:
+    def edited(self, edits: Iterable[Edit], *, in_place: bool = False) -> Reading:
         """The file with edits made; this reading where they change nothing.
+
+        Args:
+            edits: what to change.
+            in_place: networks run where they ran, and the same backwards go through them.
 
         Raises:
             EditsOverlap: two edits overlap.
             EditsBreakSource: the new text is no Python.
         """
+        edits = list(edits)
         source = with_text(self.source, apply_edits(self.source.text, edits))
-        return self if source is self.source else Reading(Script.read(source, self.script.target_torch))
+        if source is self.source:
+            return self
+        return Reading(Script.read(source, self.script.target_torch), (self, edits) if in_place else None)
+
+    @cached_property
+    def events(self) -> Events:
+        """Its networks and backwards: those of the file before, where it was only edited in place."""
+        moved = None if self._before is None else self._moved(*self._before)
+        return Events.of(self.script) if moved is None else moved
+
+    def _moved(self, before: Reading, edits: list[Edit]) -> Events | None:
+        """The events of the file before, if all of their calls are still there."""
+        shift = Shift(edits)
+        here = {bounds(self.source, call): call for call in self.script.imports.nodes.of(ast.Call)}
+
+        def counterpart(call: ast.Call) -> ast.Call | None:
+            span = shift.span(*bounds(before.source, call))
+            return None if span is None else here.get(span)
+
+        def unchanged(call: ast.Call) -> ast.Call | None:
+            other = counterpart(call)
+            return other if other and self.source.segment(other) == before.source.segment(call) else None
+
+        return before.events.moved(unchanged, counterpart)
 
     @cached_property
     def loops(self) -> list[TrainingLoop]:

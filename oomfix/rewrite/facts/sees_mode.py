@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from oomfix.rewrite.dataflow.calls import calls_in
 from oomfix.rewrite.dataflow.shared_parameters import SharedParameters
+from oomfix.rewrite.facts.events import Run
 from oomfix.rewrite.facts.reading import Reading
-from oomfix.script.facts.trace import Forward
 from oomfix.script.syntax.names import last_name, path_of
 
 _BLIND = frozenset(
@@ -27,7 +27,7 @@ class SeesMode:
         forwards: those of the script.
     """
 
-    def __init__(self, reading: Reading, forwards: Sequence[Forward]) -> None:
+    def __init__(self, reading: Reading, forwards: Sequence[Run]) -> None:
         self._reading = reading
         self._networks: dict[ast.AST, set[str | None]] = {}
         for forward in forwards:

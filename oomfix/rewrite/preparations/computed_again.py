@@ -67,7 +67,7 @@ class _Finder:
         self.turns = Turns(reading, manager)
         self._manager = manager
         self._calls_run = reading.calls_run
-        self._script = reading.script
+        self._events = reading.events
         self._stateless = StatelessNetworks(reading.script)
 
     def of(self, block: list[ast.stmt]) -> Iterator[_Again]:
@@ -93,7 +93,7 @@ class _Finder:
 
     def _copied(self, block: list[ast.stmt], both: list[int], one: ast.stmt, other: ast.stmt) -> list[int]:
         """What two losses need, from the first network on that only the second backward goes through."""
-        forwards = self._script.trace.forwards
+        forwards = self._events.runs
         through_one, through_other = self._origins(one), self._origins(other)
         apart = {forwards[origin].node for origin in through_other - through_one if origin in forwards}
         apart -= {forwards[origin].node for origin in through_one if origin in forwards}
@@ -110,7 +110,7 @@ class _Finder:
 
     def _origins(self, statement: ast.stmt) -> set[int]:
         called = statement.value if isinstance(statement, ast.Expr) else None
-        own = (event for event in self._script.backwards if event.node is called)
+        own = (event for event in self._events.backwards if event.node is called)
         return {origin for event in own for origin in event.origins}
 
     def _is_the_same(self, block: list[ast.stmt], index: int, gone: Sequence[int], behind: int) -> bool:

@@ -34,7 +34,7 @@ def forwards_into_branches(reading: Reading, manager: str) -> list[Edit]:
 
 def _forward_ahead_of(branch: ast.If, backward: ast.stmt, reading: Reading) -> list[ast.stmt]:
     """The statements from the network on that stand right ahead of a branch, which makes a loss of what they give."""
-    forwards = {forward.node for forward in reading.script.trace.forwards.values()}
+    forwards = reading.events.running
     runs = [not forwards.isdisjoint(reading.calls_run.by(one)) for one in branch.body]
     if any(runs) or reading.blocks.is_elif(branch) or any(calls_in(branch.test)):
         return []

@@ -106,7 +106,7 @@ class _Branches:
     def __init__(self, reading: Reading, autocast: str) -> None:
         self._reading, self._autocast = reading, autocast
         self._effects = LogEffects(reading)
-        self._forwards = {forward.node for forward in reading.script.trace.forwards.values()}
+        self._forwards = reading.events.running
         self._liveness: dict[ast.AST, Liveness] = {}
 
     def edits(self, outer: ast.stmt, around: _Around) -> list[Edit]:

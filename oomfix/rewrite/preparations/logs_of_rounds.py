@@ -78,7 +78,7 @@ def log_behind(reading: Reading, manager: str) -> list[Edit]:
     logged later, and what the loop runs over must be there again.
     """
     names = FreeNames(reading.script)
-    forwards = {forward.node for forward in reading.script.trace.forwards.values()}
+    forwards = reading.events.running
     passing = _gone_behind_a_loop(reading)
     effects = LogEffects(reading)
     edits: list[Edit] = []

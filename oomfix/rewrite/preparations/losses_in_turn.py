@@ -70,8 +70,7 @@ class Turns:
         self.backward = f"{manager}.backward"
         self._manager, self._reading = manager, reading
         nodes = reading.script.imports.nodes
-        forwards = list(reading.script.trace.forwards.values())
-        self._networks = {forward.node for forward in forwards}
+        self._networks: set[ast.AST] = {*reading.events.running}
         self._functions, self._calls_run = reading.functions, reading.calls_run
         attributes = (node for node in nodes.of(ast.Attribute) if isinstance(node.ctx, ast.Store))
         self._stored = {path_of(node) for node in attributes}

@@ -58,7 +58,7 @@ class _Logs:
 
     def first_behind_network(self, block: list[ast.stmt]) -> int:
         """The index in a block from which on logs stand among lines of a loss: those ahead of networks stay there."""
-        lines = [forward.node.lineno for forward in self._reading.script.trace.forwards.values()]
+        lines = [call.lineno for call in self._reading.events.running]
         runs = (any(one.lineno <= line <= (one.end_lineno or 0) for line in lines) for one in block)
         return next((index for index, run in enumerate(runs) if run), 0)
 

@@ -85,25 +85,26 @@ class _Lifter:
 
     def __init__(self, reading: Reading, manager: str) -> None:
         self._reading, self._script, self._blocks, self._manager = reading, reading.script, reading.blocks, manager
+        self._events = reading.events
         tree, nodes = reading.source.tree, reading.script.imports.nodes
         forwards = forwards_of(reading)
         self._functions, self._calls_run = reading.functions, reading.calls_run
         calls_run = reading.calls_run
         of_networks = {forward.node for forward in forwards}
-        trained = [f for f in forwards if f.records_graph and self._script.is_forward_of_network(f)]
+        trained = [forward for forward in forwards if forward.trains]
         self._runs_forward: Callable[[ast.AST], bool] = lambda node: not of_networks.isdisjoint(calls_run.by(node))
         recorded = {forward.node for forward in forwards if forward.may_record_graph}
         self._leaves_graph: Callable[[ast.AST], bool] = lambda node: not recorded.isdisjoint(calls_run.by(node))
-        reached = {origin for event in self._script.backwards for origin in event.origins}
+        reached = {origin for event in self._events.backwards for origin in event.origins}
         to_loss = {forward.node for forward in trained if forward.origin in reached}
         helpers = Helpers(reading, of_networks)
         networks = NetworkUse(
             runs=self._runs_forward,
-            trains=TrainsNetwork(calls_run, trained, self._script.backwards),
+            trains=TrainsNetwork(calls_run, trained, self._events.backwards),
             leads_to_loss=lambda node: not to_loss.isdisjoint(calls_run.by(node)),
             takes=self._takes_network,
             reads=ReadsNetwork(calls_run, forwards),
-            runs_for_no_loss=RunsForNoLoss(calls_run, forwards, self._script.backwards),
+            runs_for_no_loss=RunsForNoLoss(calls_run, forwards, self._events.backwards),
             may_draw=MayDraw(reading, helpers),
             sees_mode=SeesMode(reading, forwards),
         )
@@ -210,13 +211,13 @@ class _Lifter:
     @cached_property
     def _loops_of_backward(self) -> dict[ast.Call, set[Loop]]:
         found: dict[ast.Call, set[Loop]] = {}
-        for event in self._script.backwards:
-            found.setdefault(event.node, set()).update(event.site.loops)
+        for event in self._events.backwards:
+            found.setdefault(event.node, set()).update(event.loops)
         return found
 
     @cached_property
     def _loops_of_networks(self) -> set[Loop]:
-        return {loop for forward in self._script.trace.forwards.values() for loop in forward.site.loops}
+        return {loop for forward in self._events.runs.values() for loop in forward.loops}
 
     def _apart(self, first: Lift, second: Site, earlier: Sequence[Lift], outside: set[ast.stmt]) -> Site:
         """The site of the second loss, which does not depend on what the first slice gives out without its graph.
@@ -279,13 +280,13 @@ class _Lifter:
         # the other sides of its test run the slice for themselves
         apart = {node for side in lift.site.other_sides for statement in side for node in walk(statement)}
         run = {one for statement in lift.lifted for one in self._calls_run.by(statement)}
-        forwards = self._script.trace.forwards
+        forwards = self._events.runs
         times = Counter(forward.node for forward in forwards.values())
-        own = [event.order for event in self._script.backwards if event.node is call]
+        own = [event.order for event in self._events.backwards if event.node is call]
         for origin, forward in forwards.items():
             # in a function that is called elsewhere too, it may be another run of it
             if forward.node in here or (forward.node in run and times[forward.node] == 1):
-                through = [one for one in self._script.backwards if origin in one.origins and one.node not in apart]
+                through = [one for one in self._events.backwards if origin in one.origins and one.node not in apart]
                 first = min(through, key=lambda event: event.order, default=None)
                 if first is not None and first.node is not call and own and min(own) < first.order:
                     made = f"what line {forward.node.lineno} computes"
@@ -314,7 +315,7 @@ class _Lifter:
         """Whether a statement draws noise, or a network's graph was gone at once, as that of a teacher."""
         if makes_constant(statement):
             return True
-        run, forwards = set(self._calls_run.by(statement)), self._script.trace.forwards
+        run, forwards = set(self._calls_run.by(statement)), self._events.runs
         through = (forwards[origin].node for origin in self._origins_of(second.statement) if origin in forwards)
         return (records_nothing(statement) or detaches(statement)) and run.isdisjoint(through)
 
@@ -324,7 +325,7 @@ class _Lifter:
         `loss_of_generator.backward()` ahead of `critic(pool.query(fake))`: it has freed the graph.
         """
         run = {call for statement in first.lifted for call in self._calls_run.by(statement)}
-        of_slice = {origin for origin, forward in self._script.trace.forwards.items() if forward.node in run}
+        of_slice = {origin for origin, forward in self._events.runs.items() if forward.node in run}
         through = [self._origins_of(site.statement) for site in (first.site, second)]
         return bool(of_slice) and of_slice <= through[0] and through[1].isdisjoint(of_slice)
 
@@ -342,7 +343,7 @@ class _Lifter:
     def _origins_of(self, statement: ast.stmt) -> set[int]:
         """The forwards that a backward goes through."""
         called = statement.value if isinstance(statement, ast.Expr) else None
-        own = (event for event in self._script.backwards if event.node is called)
+        own = (event for event in self._events.backwards if event.node is called)
         return {origin for event in own for origin in event.origins}
 
     def _names_behind(self, site: Site, earlier: ast.stmt) -> set[str]:

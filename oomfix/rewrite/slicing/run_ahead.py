@@ -26,7 +26,7 @@ class RunAhead:
     """
 
     def __init__(self, reading: Reading) -> None:
-        self._script, self._blocks, self._calls_run = reading.script, reading.blocks, reading.calls_run
+        self._events, self._blocks, self._calls_run = reading.events, reading.blocks, reading.calls_run
 
     def of(self, calls: Sequence[ast.Call]) -> set[ast.stmt]:
         """The statements of an iteration ahead of a backward that run networks which a later one goes through.
@@ -50,15 +50,15 @@ class RunAhead:
 
     def first_line_of(self, calls: Sequence[ast.Call]) -> int | None:
         """The first line ahead of a backward that itself calls a network which a later one goes through."""
-        forwards = {forward.node for forward in self._script.trace.forwards.values()}
-        return min((one.lineno for one in self.of(calls) if not forwards.isdisjoint(walk(one))), default=None)
+        running = self._events.running
+        return min((one.lineno for one in self.of(calls) if not running.isdisjoint(walk(one))), default=None)
 
     def _ahead(self, statement: ast.stmt, later: ast.Call, ends: Sequence[ast.stmt]) -> set[ast.stmt]:
         """What runs the networks of a later backward beside a statement, up to the last of some ends (with a loop)."""
         block = self._blocks.block_of(statement)
         last = max((block.index(end) + isinstance(end, _LOOPS) for end in ends), default=0)
-        through = {origin for one in self._script.backwards if one.node is later for origin in one.origins}
-        run = {f.node for origin, f in self._script.trace.forwards.items() if origin in through}
+        through = {origin for one in self._events.backwards if one.node is later for origin in one.origins}
+        run = {run.node for origin, run in self._events.runs.items() if origin in through}
         return {one for one in block[:last] if not run.isdisjoint(self._calls_run.by(one))}
 
     def _around(self, call: ast.Call) -> Iterator[ast.stmt]:
@@ -70,7 +70,7 @@ class RunAhead:
     def _loops_with_backwards(self, call: ast.Call) -> Iterator[ast.stmt]:
         """The loops ahead of a backward in its block in which others run."""
         statement = self._blocks.statement_of(call)
-        others = [self._blocks.statement_of(other.node) for other in self._script.backwards]
+        others = [self._blocks.statement_of(other.node) for other in self._events.backwards]
         block = self._blocks.block_of(statement)
         loops = (one for one in block[: block.index(statement)] if isinstance(one, _LOOPS))
         yield from (loop for loop in loops if any(encloses(loop, other) for other in others))
@@ -78,7 +78,7 @@ class RunAhead:
     def _behind_the_loop_of(self, call: ast.Call) -> Iterator[ast.Call]:
         """The backwards that stand behind the loop of one, in the same scope."""
         loop = self._blocks.loop_of(call)
-        for other in {one.node: None for one in self._script.backwards}:
+        for other in {one.node: None for one in self._events.backwards}:
             same = self._blocks.scope_of(other) is self._blocks.scope_of(call)
             if loop is not None and same and other.lineno > (loop.end_lineno or loop.lineno):
                 yield other

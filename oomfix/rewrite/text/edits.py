@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 from oomfix.parsing import Unreadable, parse
@@ -83,6 +85,33 @@ def line_before(text: str, edits: Iterable[Edit], line: int) -> int:
             return text.count("\n", 0, edit.start) + 1
         grown += len(edit.replacement) - (edit.end - edit.start)
     return text.count("\n", 0, offset - grown) + 1
+
+
+class Shift:
+    """Where what edits leave as it is stands once they are made.
+
+    Args:
+        edits: those of a text, which do not overlap.
+    """
+
+    def __init__(self, edits: Iterable[Edit]) -> None:
+        self._edits = sorted(_once(list(edits)), key=lambda edit: (edit.start, edit.end))
+        self._ends = [edit.end for edit in self._edits]
+        grown = (len(edit.replacement) - (edit.end - edit.start) for edit in self._edits)
+        self._grown = list(accumulate(grown, initial=0))
+
+    def span(self, start: int, end: int) -> tuple[int, int] | None:
+        """The new place of a span that is not empty; None where an edit replaces one of its ends and not the other.
+
+        What is inserted at its start stands before it, what is inserted at its end behind it.
+        """
+        first = last = bisect_right(self._ends, start)
+        while last < len(self._edits) and self._edits[last].start < end and self._ends[last] <= end:
+            last += 1
+        cut = self._edits[first : first + 1] + self._edits[last : last + 1]
+        if any(edit.start < start < edit.end or edit.start < end < edit.end for edit in cut):
+            return None
+        return start + self._grown[first], end + self._grown[last]
 
 
 def with_lines(said: str, line: Callable[[int], int | str]) -> str:

@@ -1,6 +1,8 @@
 """Edits of a text: where its lines come from."""
 
-from oomfix.rewrite.text.edits import apply_edits, line_before
+import pytest
+
+from oomfix.rewrite.text.edits import Shift, apply_edits, line_before
 from oomfix.rules.base import Edit
 
 
@@ -10,3 +12,25 @@ def test_lines_after_edits_are_found_in_the_text_before():
     after = apply_edits(text, edits).splitlines()
     assert after == ["line 1", "new", "new", "line 2", "line 3", "line 5", "put", "put", "line 7"]
     assert [line_before(text, edits, number) for number in range(1, 10)] == [1, 2, 2, 2, 3, 5, 6, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("edits", "there"),
+    [
+        ([], "model(x)"),
+        ([Edit(0, 3, "a longer start")], "model(x)"),
+        ([Edit(7, 7, "(")], "model(x)"),
+        ([Edit(15, 15, ")")], "model(x)"),
+        ([Edit(7, 7, "("), Edit(15, 15, ")"), Edit(15, 16, "\n")], "model(x)"),
+        ([Edit(13, 14, "x.half()")], "model(x.half())"),
+        ([Edit(7, 15, "net(x, y)")], "net(x, y)"),
+        ([Edit(5, 9, "")], None),
+        ([Edit(13, 16, "")], None),
+        ([Edit(0, 17, "")], None),
+    ],
+)
+def test_a_span_is_found_again_unless_an_edit_cuts_into_it(edits, there):
+    text = "loss = model(x) + 1\n"
+    span = Shift(edits).span(7, 15)
+    assert text[7:15] == "model(x)"
+    assert (span and apply_edits(text, edits)[slice(*span)]) == there
