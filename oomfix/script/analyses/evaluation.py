@@ -63,6 +63,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
         for forward in trace.forwards.values()
         if (forward.direct or (forward.given and forward.method in trained_methods))
         and forward.origin not in needed
+        and not forward.differentiates
         and not _is_in_training_branch(forward)
         and (forward.evaluating or stepping_alone.isdisjoint(forward.site.runs[-1:]))
         and not _is_a_second_try(forward, trace)

@@ -124,6 +124,12 @@ class Hints:
         owners = (called.rpartition(".") for called in self.called)
         return {owner for owner, _, part in owners if owner and looks_like_part(part)}
 
+    @cached_property
+    def steps(self) -> bool:
+        """Whether anything in the file makes a step: an optimizer, or code that writes to weights (`p.data = ...`)."""
+        by_hand = any(path.endswith(".data") for path in self.assigned)
+        return by_hand or any(path.endswith(".step") for path in self.called)
+
     def is_autoencoder(self, path: str) -> bool:
         """Whether what is named like a network both encodes and decodes in the file, as no encoder does."""
         does_both = {f"{path}.encode", f"{path}.decode"} <= self.called

@@ -129,6 +129,8 @@ class Forward(Event):
     """Its result went where it cannot be followed."""
     code: Function | None = None
     """The network's own code that runs, where that is in the file."""
+    differentiates: bool = False
+    """The network's own code runs a backward, for which gradients have to be on."""
 
     @property
     def method(self) -> Hashable:

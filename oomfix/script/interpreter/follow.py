@@ -292,7 +292,7 @@ class Follower(Flow):
     def _belongs_to_forward(self, function: Function, owner: Class) -> bool:
         """A module's method that nothing calls: part of its forward, unless the class trains itself."""
         if function.name == "forward":
-            return "forward" not in owner.training_methods  # one that adapts what it holds to each batch trains
+            return not self.trains_as_it_runs(owner)  # one that adapts what it holds to each batch trains
         if function.gives_arrays or _adapts(function):
             return False
         return self._is_part_of_forward(function) or not (owner.training_methods or function.evaluates)

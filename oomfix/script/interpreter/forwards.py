@@ -55,6 +55,7 @@ class Forwards(Networks):
             direct=direct,
             discarded=grad is Graph.YES and self._is_discarded(node),
             code=method,
+            differentiates=self._differentiates(node.func, module),
         )
         for number in content.carried_from:
             self.trace.carries.setdefault(number, Carry(*self._carrying[number], origin))
@@ -125,10 +126,18 @@ class Forwards(Networks):
             return None
         return method if self._is_part_of_forward(method) else None
 
+    def _differentiates(self, called: ast.expr, module: Value) -> bool:
+        """Whether what is called is a network, and no part of one, that runs a backward for what it gives."""
+        instance = self.instance_of(module)
+        if instance is None or "forward" not in instance.cls.training_methods:
+            return False
+        whole = not isinstance(called, ast.Attribute) or called.attr in ("forward", "__call__")
+        return whole or self.evaluate(called).kind is Kind.MODULE
+
     def _training_forward(self, module: Value) -> Function | None:
         """The forward of a module that trains by itself on what it is given: a meta-learner, adaptation in a test."""
         instance = self.instance_of(module)
-        if instance is None or "forward" not in instance.cls.training_methods:
+        if instance is None or not self.trains_as_it_runs(instance.cls):
             return None
         return instance.cls.find("forward")
 

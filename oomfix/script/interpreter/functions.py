@@ -199,6 +199,10 @@ class Functions(Core):
                     return False
         return True
 
+    def trains_as_it_runs(self, cls: Class) -> bool:
+        """Whether the `forward` of a network trains what it holds; one that steps nothing only asks for gradients."""
+        return "forward" in cls.training_methods and self.hints.steps
+
     def _is_in_constructor_of(self, receiver: Value) -> bool:
         """Whether an object's own constructor is running: what it calls sets the object up."""
         instance, frame = self.instance_of(receiver), self.frame

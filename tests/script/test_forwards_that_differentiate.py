@@ -1,0 +1,83 @@
+"""Networks whose own code runs a backward: a step behind it says whether it trains, or asks for gradients of inputs."""
+
+from __future__ import annotations
+
+import pytest
+
+FUSED = """
+    import torch
+
+    class Fused(torch.nn.Module):
+        def __init__(self, backbone):
+            super().__init__()
+            self.backbone = backbone
+            self.encoders = torch.nn.ModuleList([torch.nn.Conv2d(8, 4, 1) for _ in range(3)])
+            {setting}
+
+        def forward(self, images):
+            logits = self.backbone(images)
+            logits.backward(torch.ones_like(logits))
+            tokens, total = [], torch.zeros(1)
+            for gradient, encode in zip(self.gradients, self.encoders):
+                token = encode(gradient)
+                tokens.append(token)
+                total += token.mean()
+            return {{"tokens": tokens, "total": total}}
+
+    model = Fused(backbone)
+    maps = model(images)
+    print(maps["total"].shape)
+"""
+
+
+@pytest.mark.parametrize("setting", ["pass", "self.eval()"])
+def test_what_a_forward_collects_behind_a_backward_for_gradients_is_part_of_it(report, setting):
+    assert report(FUSED.format(setting=setting)) == []
+
+
+def test_a_forward_that_steps_trains_and_what_follows_in_it_evaluates(report):
+    code = """
+        import torch
+
+        class Learner(torch.nn.Module):
+            def __init__(self, net):
+                super().__init__()
+                self.net = net
+                self.optimizer = torch.optim.Adam(net.parameters())
+
+            def forward(self, batches, test_batches):
+                for batch in batches:
+                    self.net(batch).mean().backward()
+                    self.optimizer.step()
+                for batch in test_batches:
+                    print(self.net(batch).mean().item())
+
+        Learner(net)(loader, test_loader)
+    """
+    assert report(code) == [("OOM201", 14)]
+
+
+def test_a_forward_that_differentiates_is_evaluated_with_gradients_on(report):
+    code = """
+        import torch
+
+        class Energy(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.net = torch.nn.Linear(3, 1)
+
+            def forward(self, positions):
+                positions.requires_grad_()
+                energy = self.net(positions).sum()
+                energy.backward()
+                return energy, -positions.grad
+
+        def validate(model, loader):
+            model.eval()
+            for positions, target in loader:
+                energy, forces = model(positions)
+                print((forces - target).abs().mean().item())
+
+        validate(Energy(), loader)
+    """
+    assert report(code) == []
