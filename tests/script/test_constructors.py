@@ -152,3 +152,30 @@ SIZED = """
 @pytest.mark.parametrize(("base", "found"), [("nn.Module", []), ("Runner", [("OOM201", 16)])])
 def test_a_network_that_is_made_may_ask_itself_how_large_its_outputs_are(report, base, found):
     assert report(SIZED.format(base=base)) == found
+
+
+@pytest.mark.parametrize("name", ["infer_dims", "_set_sizes", "test_output_size"])
+def test_a_network_that_asks_its_layers_for_sizes_where_it_is_made_evaluates_nothing(report, name):
+    code = f"""
+        import torch
+
+        class Walk(torch.nn.Module):
+            def __init__(self, encoder):
+                super().__init__()
+                self.encoder = encoder
+                self.{name}()
+
+            def {name}(self):
+                out = self.encoder(torch.zeros(1, 3, 64, 64))
+                self.size = out.shape[1]
+                self.scale = 64 // out.shape[-1]
+
+            def forward(self, frames):
+                return self.encoder(frames)
+
+        model = Walk(encoder)
+        for frames, target in loader:
+            criterion(model(frames), target).backward()
+            optimizer.step()
+    """
+    assert report(code) == []

@@ -94,6 +94,8 @@ def _is_evaluation(
     if forward.evaluating:
         # Whoever asks for a loss may backpropagate it, also through a network that is not trained itself.
         return not (forward.escaped and site.loop is None and _makes_a_loss(site.function))
+    if _tries_itself_out(site) and not (site.loop is not None and _says_evaluation(site.loop)):
+        return False
     if site.within_evaluation and not forward.stored:
         if forward.escaped and (
             _is_named_for_training_too(forward, trace) or may_be_asked_for_gradients(forward, trace)
@@ -117,8 +119,6 @@ def _is_evaluation(
         return (site.function is not None or bool(orders)) and _is_only_looked_at(forward, trace)
     if _says_evaluation(site.loop):
         return True
-    if _tries_itself_out(site):
-        return False
     return _is_only_looked_at(forward, trace) or not (within_training or _is_for_training(forward, trace))
 
 
