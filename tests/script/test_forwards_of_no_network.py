@@ -188,3 +188,35 @@ PREPARED = """
 @pytest.mark.parametrize(("given", "found"), [("return_tensors='pt'", []), ("lengths=None", [("OOM201", 6)])])
 def test_what_is_asked_for_tensors_of_some_kind_is_no_network(report, given, found):
     assert report(PREPARED.format(given=given)) == found
+
+
+DETECTED = """
+    import torch
+    {imported}
+
+    def find(frames, {name}):
+        model = Net()
+        model.load_state_dict(torch.load("net.pt", map_location="cpu"))
+        for frame in frames:
+            boxes = {name}(frame{options})[0].boxes
+            print(boxes.xyxy.cpu().numpy())
+
+    find(frames, {made})
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "made", "options", "found"),
+    [
+        ("from ultralytics import YOLO", 'YOLO("best.pt")', "", []),
+        ("from ultralytics import YOLO", 'YOLO("best.pt").to("cuda")', "", []),
+        ("import ultralytics", 'ultralytics.RTDETR("best.pt")', "", []),
+        ("", "made_elsewhere()", ", conf=0.4", []),
+        ("", "made_elsewhere()", ", verbose=False, imgsz=640", []),
+        ("", "made_elsewhere()", ", verbose=False", [("OOM201", 8)]),
+        ("from ultralytics.nn import Model", "Model()", "", [("OOM201", 8)]),
+    ],
+)
+def test_a_detector_turns_gradients_off_by_itself(report, imported, made, options, found):
+    code = DETECTED.format(imported=imported, name="detector", made=made, options=options)
+    assert report(code) == found

@@ -63,6 +63,8 @@ _TRANSFORM = Pattern(
 )
 _PIPELINE = Pattern(r"(^|\.)\w*Pipeline\.from_\w+$|^diffusers\.(\w+\.)*\w*Pipeline$|^transformers\.pipeline$")
 """Pipelines from a network's hub, which turn gradients off by themselves."""
+_DETECTOR = Pattern(r"^ultralytics\.(\w+\.)*(YOLO\w*|RTDETR|SAM|FastSAM|NAS)$")
+"""Detectors that turn gradients off by themselves."""
 _LOSS_CLASS = Pattern(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion|^LabelSmooth")
 _LOSSES_ELSEWHERE = "gpytorch.mlls."
 _OPTIMIZER_CLASS = Pattern(
@@ -194,7 +196,8 @@ def kind_of_call(qualified: str) -> Kind | None:
 def has_no_weights(qualified: str) -> bool:
     """Whether a call makes what computes without weights of its own, and records a graph only of what goes in."""
     package = qualified.split(".")[0]
-    return package in MODEL_PACKAGES or bool(_PIPELINE.search(qualified) or _TRANSFORM.search(qualified))
+    known = (_PIPELINE, _TRANSFORM, _DETECTOR)
+    return package in MODEL_PACKAGES or any(kind.search(qualified) for kind in known)
 
 
 @lru_cache(MANY_NAMES)

@@ -13,6 +13,10 @@ from oomfix.script.interpreter.networks import Networks
 from oomfix.script.syntax.names import last_of, path_of
 
 
+_OF_OTHERS = frozenset({"return_tensors", "conf", "imgsz"})
+"""Options of what is called like a network, and records no graph."""
+
+
 class Forwards(Networks):
     """Records forwards; what a network calls inside is part of the one forward."""
 
@@ -29,9 +33,10 @@ class Forwards(Networks):
     ) -> Value:
         """Record a forward; `method` is the module's own code for it, where that is in the file.
 
-        What is asked for `return_tensors="pt"` is a tokenizer or another converter, whatever its name says.
+        What is asked for `return_tensors="pt"` is a tokenizer or another converter, whatever its name says; what is
+        told `conf=0.25, imgsz=640` is a detector that turns gradients off by itself.
         """
-        if "return_tensors" in given.keywords:
+        if not _OF_OTHERS.isdisjoint(given.keywords):
             return UNKNOWN
         content = combine(given.all)
         if method is not None:
