@@ -40,6 +40,7 @@ def test_networks_are_known_by_their_names(name):
         # a verb, also in camel case, also behind what it happens at
         *("self.saveModel", "loadNet", "hook.after_build_model", "self.describe_network", "learner.adapt_task_model"),
         *("spec.loader.exec_module", "pretrain_model", "fine_tune_net"),
+        *("draw.drawModel", "visualise_policy", "profile_model", "parseNet", "utils.call_model"),
         *("stopping.store_model", "dump_net", "serialize_model", "tracker.watch_model", "unloadModel"),
         # what only begins like one
         *("logger.network_update", "logger.critical"),
