@@ -57,7 +57,10 @@ TOTALS = """
 """
 
 
-RUNNING = ["encode", "decode", "embed", "encode_image", "evaluate_actions", "extract_features", "forward_features"]
+RUNNING = [
+    *("encode", "decode", "embed", "encode_image", "evaluate_actions", "extract_features", "forward_features"),
+    *("forward_encoder", "get_text_features", "get_embedding", "get_logits", "classify", "reconstruct"),
+]
 
 
 @pytest.mark.parametrize("name", RUNNING)
@@ -568,3 +571,35 @@ SUMMED = """
 def test_what_is_called_for_a_term_of_a_loss_gives_one(read, terms, total, found):
     loops = read(SUMMED.format(terms=terms, total=total)).loops
     assert [forward.node.lineno for loop in loops for forward in loop.forwards] == found
+
+
+SAMPLED = """
+    import torch
+    from networks import VAE
+
+    def save_samples(model, noise, path):
+        {drawn}
+        write(path, {shown})
+
+    model = VAE()
+    for x, y in loader:
+        criterion(model(x), y).backward()
+        optimizer.step()
+    save_samples(model, torch.randn(8, 16), "samples.png")
+"""
+
+
+@pytest.mark.parametrize(
+    ("drawn", "shown", "found"),
+    [
+        ("images = model.sample(noise)", "images.detach().cpu().numpy()", [("OOM201", 5)]),
+        ("images, latent = model.sample_images(noise)", "images.view(-1).data.cpu()", [("OOM201", 5)]),
+        ("images = model.sample(noise)[0]", "images.data.numpy()", [("OOM201", 5)]),
+        ("pass", "model.sample(noise).cpu().detach().numpy()", [("OOM201", 6)]),
+        ("images = model.sample(noise)", "images.cpu().numpy()", []),
+        ("images = model.sample(noise); other = y.detach()", "images.cpu()", []),
+        ("images = model.generate(noise)", "images.detach().cpu().numpy()", []),
+    ],
+)
+def test_samples_that_are_taken_off_their_graph_had_one(report, drawn, shown, found):
+    assert report(SAMPLED.format(drawn=drawn, shown=shown)) == found

@@ -37,9 +37,10 @@ _LIKELIHOOD = Pattern(r"(loss|likelihood|(^|_)nll|log_?probs?)$", re.IGNORECASE)
 _GIVES_GRADIENTS = Pattern(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
 _GIVES_INTEGERS = Pattern(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
 _RUNNING_METHOD = Pattern(
-    r"^(encode|decode|embed|encode_image|encode_text|evaluate_actions|extract_features?|forward_features|logits?|"
-    r"mapping|synthesis|"
-    r"(?!pre_|post_)\w+_forward)$"
+    r"^(encode|decode|embed|encode_image|encode_text|evaluate_actions|extract_features?|logits?|"
+    r"mapping|synthesis|classify|reconstruct|"
+    r"get_(?!input_|output_)(\w+_)?(features?|embeddings?|logits|representations?)|"
+    r"(?!pre_|post_)\w+_forward|forward_(?!np$|pre_hook|hook)\w+)$"
 )
 """Of the networks of public training code, one in thirty turns gradients off in a method of one of these names."""
 _TRAINING_VERB = Pattern(
@@ -183,6 +184,11 @@ def is_likelihood(method: str) -> bool:
 def runs_network(method: str) -> bool:
     """Whether a method of a network runs it on what it is given, and leaves gradients as they are."""
     return bool(_RUNNING_METHOD.match(method))
+
+
+def draws_from_network(method: str) -> bool:
+    """Whether a method of a network draws samples from it, with gradients or without: `vae.sample(noise)`."""
+    return method == "sample" or method.startswith("sample_")
 
 
 def looks_like_sampling(path: str) -> bool:

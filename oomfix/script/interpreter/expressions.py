@@ -110,6 +110,8 @@ class Expressions(Calls):
             return UNKNOWN if method is None else Value(Kind.FUNCTION, ref=(method, base.ref.receiver))
         if node.attr == "data" and base.ref == torch_facts.PACKED:
             return base._replace(ref=None, is_tensor=True)
+        if node.attr == "grad_fn":
+            self.trace.backpropagated |= flatten(base).origins  # who looks at a graph needs one
         if node.attr in torch_facts.PLAIN_ATTRIBUTES and base.kind is not Kind.EXTERNAL:
             return NUMBER if node.attr != "data" else Value(Kind.TENSOR)
         if base.kind is Kind.EXTERNAL:

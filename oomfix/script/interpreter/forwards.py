@@ -12,7 +12,6 @@ from oomfix.script.interpreter.contexts import autocast_under
 from oomfix.script.interpreter.networks import Networks
 from oomfix.script.syntax.names import last_of, path_of
 
-
 _OF_OTHERS = frozenset({"return_tensors", "conf", "imgsz"})
 """Options of what is called like a network, and records no graph."""
 

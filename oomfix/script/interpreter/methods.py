@@ -7,6 +7,7 @@ import ast
 from oomfix.script.facts import torch_facts
 from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.named_like import (
+    draws_from_network,
     gives_gradients,
     is_letter_of_part,
     is_likelihood,
@@ -21,12 +22,15 @@ from oomfix.script.facts.named_like import (
 from oomfix.script.facts.values import NUMBER, UNKNOWN, Given, Graph, Value, combine
 from oomfix.script.interpreter.contexts import NULL
 from oomfix.script.interpreter.unseen import Unseen
-from oomfix.script.syntax.names import last_of, left_by_methods, path_of
+from oomfix.script.syntax.names import last_of, left_by_methods, path_of, receivers, unpacked
 
 SAME_MODULE = frozenset(
     "to cuda cpu half float double bfloat16 requires_grad_ train eval apply share_memory compile".split()
 )
 """Methods that give the network itself."""
+
+
+_TAKEN_OFF = ("detach", "data")
 
 
 class Methods(Unseen):
@@ -80,6 +84,7 @@ class Methods(Unseen):
         if part and not values and self.is_for_effect(node):
             return NUMBER  # `net.stop_backbone_bn()` is named after the part that it changes
         runs = runs_network(name) or self._is_shown_to_run(name)
+        runs = runs or (draws_from_network(name) and self._is_taken_off_its_graph(node))
         direct = part or (runs and bool(values) and not _evaluates_itself(receiver))
         result = self.forward(node, receiver, path, given, direct=direct)
         self.state.grad = grad
@@ -112,6 +117,16 @@ class Methods(Unseen):
             function.evaluates and function.owner is not None and function.owner.is_module and _runs_parts(function)
             for function in methods
         )
+
+    def _is_taken_off_its_graph(self, node: ast.Call) -> bool:
+        """`images = net.sample(noise)`, and `images.cpu().detach()`: who takes the graph off has met one."""
+        function, statement = self.frame.function, self.statement
+        nodes = self.trace.module_level if function is None else function.nodes
+        names: set[str | None] = set()
+        if isinstance(statement, ast.Assign) and node in receivers(statement.value):
+            names = {path_of(part) for target in statement.targets for part in unpacked(target)}
+        taken_off = (part.value for part in nodes if isinstance(part, ast.Attribute) and part.attr in _TAKEN_OFF)
+        return any(one is node or path_of(one) in names for value in taken_off for one in receivers(value))
 
     def _always_without_graph(self, name: str) -> bool:
         """Whether all methods of this name in the file turn gradients off by a decorator."""

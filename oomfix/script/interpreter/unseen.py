@@ -30,6 +30,8 @@ from oomfix.script.syntax.patterns import Pattern
 _COPYING = Pattern(r"(deep_?)?(copy|clone)(_?(module|model|net|network|learner))?$", re.IGNORECASE)
 _OF_OPTIMIZERS = frozenset({"param_groups", "state", "defaults"})
 """What is read of an optimizer without a call."""
+_DRAWING_GRAPHS = frozenset({"make_dot", "make_dot_from_trace"})
+"""Functions of torchviz, by what the scripts that copy them call them as well."""
 _TRANSFORMS = Pattern(r"(^|[._])transforms?\b", re.IGNORECASE)
 
 
@@ -60,6 +62,8 @@ class Unseen(Containers):
             self._thaw(node, given)
         content = combine(values)
         content = content if content.graph else self._left_on(node)
+        if last in _DRAWING_GRAPHS:
+            self.trace.backpropagated |= content.origins
         if content.graph and looks_like_detaching(last):
             return self._detached(node, content)
         if content.graph and self._is_handed_on(node, path):

@@ -16,7 +16,7 @@ AGENT = """
         def select_action(self, state):
             state = torch.as_tensor(state).cuda()
             action, _ = self.actor.{acting}(state)
-            return action.detach().cpu().numpy()[0]
+            return action.{given}()[0]
 
         def update(self, states, actions, targets):
             q_loss = torch.nn.functional.mse_loss(self.critic(states, actions), targets)
@@ -29,7 +29,8 @@ AGENT = """
             {step}
 """
 MADE = "self.optimizer = torch.optim.Adam(self.actor.parameters(), lr=rate)"
-OWN = {"acting": "sample", "between": "pass", "made": MADE, "step": "self.optimizer.step()"}
+OWN = {"acting": "sample", "given": "tolist", "between": "pass", "made": MADE, "step": "self.optimizer.step()"}
+DETACHED = {"acting": "choose", "given": "detach().cpu().numpy"}
 HELD = {"made": "self.actor.train()", "step": "self.actor.optimizer.step()"}
 
 
@@ -46,6 +47,7 @@ def test_a_method_that_is_all_a_step_of_its_network_can_come_from_records_a_grap
     "changed",
     [
         {"acting": "choose"},  # another method may turn gradients off
+        DETACHED,
         {"between": "other = self.actor(states)\n            chance = chance + other"},  # the step may come from that
         {"made": "self.optimizer = torch.optim.Adam([*self.actor.parameters(), *self.critic.parameters()])"},
         {"made": "self.optimizer = make_optimizer(self.actor, rate)"},
