@@ -27,7 +27,10 @@ def carried_states(trace: Trace, evaluation_forwards: list[Forward]) -> Iterator
     """
     retaining = {event.site.loop for event in trace.backwards if event.retains}
     training = {event.site.loop for event in trace.backwards}
-    evaluating = {forward.origin for forward in evaluation_forwards if forward.records_graph}
+    trained = {forward.node for origin, forward in trace.forwards.items() if origin in trace.backpropagated}
+    evaluating = {
+        forward.origin for forward in evaluation_forwards if forward.records_graph and forward.node not in trained
+    }
     for statement, loop, origin in trace.carries.values():
         trains = loop in training
         if not isinstance(statement, ast.Assign) or not (trains or origin in evaluating):

@@ -84,12 +84,20 @@ class Functions(Core):
             return False
         own, for_effect = (path_of(node.func) or "").startswith("self."), self.is_for_effect(node)
         own_pass = own and (looks_like_loss(function.name) or (function.evaluates and for_effect))
+        own_pass = own_pass or (own and self._is_asked_by_its_training(function))
         if own_pass or runs_nothing(function.name) or goes_backwards(function.name):
             return False  # the forwards are those that stand in it, if any
         for_a_log = for_effect and looks_like_logging(function.name)
         if function.name in ("train", "eval") and not node.args:
             return False  # it switches its parts, as `nn.Module` would
         return not for_a_log and not self._is_in_constructor_of(receiver)
+
+    def _is_asked_by_its_training(self, function: Function) -> bool:
+        """`self.run_batch(x)` in the training of a class that is a network by its base alone, and has no forward."""
+        owner = function.owner
+        if owner is None or looks_like_forward(function.name) or owner.find("forward") is not None:
+            return False
+        return any(around.owner is owner and around.name in owner.training_methods for around in self._functions())
 
     def _is_for_training(self, node: ast.Call) -> bool:
         """Whether a backward follows in the function that calls a method of an object other than its own."""
