@@ -52,7 +52,7 @@ class GraphReuse:
         if any(order > backward.order and origins & backward.origins for order, origins in self._trace.handed_on):
             return True
         if loop is not None and (
-            carries_over(loop)
+            carries_over(loop, self._read)
             or self._uses_older_tensors(loop)
             or self._adds_older_attribute(loop)
             or carried_from_leaves(loop, self._nodes_beside(loop))
@@ -84,6 +84,13 @@ class GraphReuse:
     @cached_property
     def _followed(self) -> dict[Hashable, ast.Call]:
         return {id(call): call for call in self._trace.followed}
+
+    @cached_property
+    def _read(self) -> set[str]:
+        """The attributes that something in the file reads, also by their names."""
+        nodes = [node for node, _ in self._nodes]
+        asked = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
+        return asked | {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
 
     @cached_property
     def _backwards_through(self) -> dict[int, list[Backward]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from oomfix.script.facts.trace import Loop
-from oomfix.script.syntax.names import path_of
+from oomfix.script.syntax.names import path_of, unpacked
 from oomfix.script.syntax.nodes import blocks, children, encloses, walk
 
 _COPIES = ast.Name | ast.Attribute | ast.Subscript
@@ -14,10 +14,14 @@ _PARTS_OF_A_STEP = 4
 """An environment of gym answers with an observation, a reward, whether it is over, and what else there is to say."""
 
 
-def carries_over(loop: Loop) -> bool:
+def carries_over(loop: Loop, read: Collection[str]) -> bool:
     """Whether a round reads what the round before has copied into a name (`prev = out`).
 
     What an environment has answered with (`state = next_state`) is an array.
+
+    Args:
+        loop: the loop.
+        read: the attributes that something in the file reads: `self.best = reward` is carried only where one does.
     """
     answered = _answered(loop)
     copied = {
@@ -26,7 +30,9 @@ def carries_over(loop: Loop) -> bool:
         if isinstance(node, ast.Assign) and isinstance(node.value, _COPIES)
         if not (isinstance(node.value, ast.Name) and node.value.id in answered)
         for target in node.targets
-        for name in _names(target)
+        for part in unpacked(target)
+        if not (isinstance(part, ast.Attribute) and part.attr not in read)
+        for name in _names(part)
     }
     return bool(copied) and bool(copied & read_first(loop))
 

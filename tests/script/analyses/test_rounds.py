@@ -96,3 +96,27 @@ while True:
 )
 def test_what_an_environment_answers_carries_nothing_over(report, answer, found):
     assert [code for code, _ in report(ACTING.format(answer=answer)) if code == "OOM103"] == found
+
+
+COPYING = """
+class Trainer:
+    def fit(self):
+        for x, y in self.loader:
+            loss = criterion(self.model(x), y)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward(retain_graph=True)
+            self.optimizer.step()
+            {copy}
+
+    def show(self):
+        {read}
+"""
+
+
+@pytest.mark.parametrize("copy", ["self.best = y", "first = self.best = y", "self.records.best = y"])
+@pytest.mark.parametrize(
+    ("read", "found"),
+    [("pass", ["OOM103"]), ("self.best = 0", ["OOM103"]), ("show(self.best)", []), ("show(getattr(self, 'best'))", [])],
+)
+def test_an_attribute_that_nothing_reads_carries_nothing_over(report, copy, read, found):
+    assert [code for code, _ in report(COPYING.format(copy=copy, read=read)) if code == "OOM103"] == found
