@@ -213,3 +213,33 @@ def test_a_graph_made_ahead_of_the_loop_of_a_parameter_is_kept_for_every_round(m
     result = rewritten(text)
     assert [loop.rewrite for loop in result.loops] == ["in-place"]
     assert_same_bits(run(text), run(result.text, preset="off"))
+
+
+@pytest.mark.parametrize(
+    ("last", "kept"),
+    [
+        ("retain_graph=True", ""),
+        ("retain_graph=flag", ", retain_graph=flag"),
+        ("create_graph=True", ", create_graph=True"),
+    ],
+)
+def test_a_graph_that_no_other_backward_needs_is_not_kept_in_place_either(last, kept):
+    text = rewritten(f"""
+import torch
+from networks import Net, criterion
+
+net, critic = Net().cuda(), Net().cuda()
+first, second = torch.optim.SGD(net.parameters(), 0.1), torch.optim.SGD(critic.parameters(), 0.1)
+for x, y in loader:
+    seen.fake = net(x)
+    judged = criterion(critic(seen.fake), y)
+    second.zero_grad()
+    judged.backward(retain_graph=True)
+    second.step()
+    made = criterion(critic(seen.fake), x)
+    first.zero_grad()
+    made.backward({last})
+    first.step()
+""").text
+    assert "    memory.backward(judged, retain_graph=True)\n" in text
+    assert f"    memory.backward(made{kept})\n" in text

@@ -61,8 +61,14 @@ class InPlace:
         root = self._source.segment(event.node.func.value if own else differentiated(event.node))
         given = [] if lifted else [f"gradient={self._source.segment(argument)}" for argument in event.node.args]
         for keyword in () if lifted else event.node.keywords:
-            given.append(f"{keyword.arg}={self._source.segment(keyword.value)}")
+            if keyword.arg != "retain_graph" or self._keeps_graph_for_another(event):
+                given.append(f"{keyword.arg}={self._source.segment(keyword.value)}")
         return Edit(*bounds(self._source, event.node), f"{self._name}.backward({', '.join([root, *given])})")
+
+    def _keeps_graph_for_another(self, event: Backward) -> bool:
+        """Whether a backward may keep its graph because another one needs it, on one of the ways that lead to it."""
+        ways = [other for other in self._reading.script.backwards if other.node is event.node]
+        return not all(other.retains for other in ways) or any(map(self._reading.script.is_needed_later, ways))
 
     def _step(self, step: Step, resets: Resets, removed: set[int]) -> Iterator[Edit]:
         node, optimizer = step.node, _optimizer_of(step)

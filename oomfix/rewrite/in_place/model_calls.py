@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from oomfix.rewrite.dataflow.blocks import Blocks
 from oomfix.rewrite.dataflow.liveness import FunctionNode
@@ -12,6 +12,7 @@ from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.verdict import Verdict
 from oomfix.rewrite.text.manager_calls import through_manager
 from oomfix.script import Script, TrainingLoop
+from oomfix.script.facts.trace import Forward
 from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.patterns import Pattern
@@ -43,8 +44,10 @@ def model_call_edits(reading: Reading, verdicts: list[Verdict], manager: str) ->
     if any(_takes_gradients(call, blocks) for call in script.imports.nodes.of(ast.Call)):
         return []
     calls: dict[ast.Call, None] = {}
-    for loop, verdict in zip(reading.loops, verdicts, strict=True):
-        called = dict.fromkeys(_models_called(script, loop, blocks))
+    judged = list(zip(reading.loops, verdicts, strict=True))
+    split = {id(one.node) for loop, verdict in judged if verdict.form != "in-place" for one in loop.forwards}
+    for loop, verdict in judged:
+        called = dict.fromkeys(_models_called(script, loop, blocks, split))
         if verdict.form == "in-place":
             calls |= called
         elif verdict.runs_ahead:
@@ -66,9 +69,16 @@ def _is_lifted(call: ast.Call, loop: TrainingLoop, blocks: Blocks) -> bool:
     return isinstance(scope, FunctionNode) and any(parent is loop.node for parent in blocks.ancestors(scope))
 
 
-def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks) -> Iterator[ast.Call]:
+def _is_part_of_model(forward: Forward) -> bool:
+    """Whether a forward runs in a method of a model in sight, whose call runs it."""
+    return any(function.owner is not None and function.owner.is_module for function in forward.site.functions)
+
+
+def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks, split: Container[int]) -> Iterator[ast.Call]:
+    """The calls of models in a loop, in what runs its backward, and in helpers that none of the `split` calls is in."""
     bodies = {id(loop.node)}
-    for event in loop.backwards:
+    helped = [one for one in loop.forwards if id(one.node) not in split and not _is_part_of_model(one)]
+    for event in (*loop.backwards, *helped):
         scope = blocks.scope_of(event.node)
         if isinstance(scope, FunctionNode) and all(parent is not loop.node for parent in blocks.ancestors(event.node)):
             bodies.add(id(scope))

@@ -131,3 +131,74 @@ def test_models_whose_gradients_the_script_takes_itself_keep_their_precision(tak
             optimizer.step()
         """)
     assert ("memory.forward(net, x)" in text) == wrapped
+
+
+TRAINER = """\
+import torch
+from networks import Net, criterion
+
+
+class Trainer:
+    def __init__(self, rate):
+        self.model = Net().cuda()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), rate)
+
+    def optimize(self, loss):
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def predict(self, x):
+        out = {call}
+        return torch.softmax(out, 1), out
+
+    def train(self, loader):
+        for x, y in loader:
+            _, out = self.predict(x)
+            self.optimize(criterion(out, y))
+{more}
+    def validate(self, loader):
+        with torch.no_grad():
+            for x, y in loader:
+                print(self.predict(x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "wrapped"),
+    [
+        ("self.model(x)", "memory.forward(self.model, x)"),
+        ("self.model.forward(x)", "memory.forward(self.model.forward, x)"),
+        ("self.model.encode(x)", "memory.forward(self.model.encode, x)"),
+    ],
+)
+def test_a_model_that_a_helper_of_the_loop_calls_goes_through_the_manager_there(call, wrapped):
+    result = rewritten(TRAINER.format(call=call, more=""))
+    assert [loop.rewrite for loop in result.loops] == ["in-place"]
+    assert f"        out = {wrapped}\n" in result.text
+
+
+def test_a_helper_that_a_micro_batched_loop_calls_too_keeps_its_call():
+    more = """
+    def warm_up(self, loader):
+        for x, y in loader:
+            self.optimizer.zero_grad()
+            _, out = self.predict(x)
+            loss = criterion(out, y)
+            loss.backward()
+            self.optimizer.step()
+"""
+    result = rewritten(TRAINER.format(call="self.model(x)", more=more))
+    assert sorted(loop.rewrite for loop in result.loops) == ["in-place", "micro-batched"]
+    assert "out = self.model(x)\n" in result.text
+
+
+def test_parts_of_a_model_in_sight_keep_their_call():
+    code = TRAINER.format(call="self.model(x)", more="").replace(
+        "from networks import Net, criterion\n",
+        "from networks import Encoder, criterion\n\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n        self.encoder = Encoder()\n\n    def forward(self, x):\n"
+        "        return self.encoder(x)\n",
+    )
+    text = rewritten(code).text
+    assert "return self.encoder(x)\n" in text and "out = memory.forward(self.model, x)\n" in text
