@@ -175,9 +175,11 @@ def _targets(statement: ast.stmt) -> set[str]:
 
 
 def _moved(line: str, before: str, after: str) -> str:
+    if before == after:
+        return line
     line = _from_form_feed(line)
     if not line.strip():
-        return line if before == after else ""
+        return ""
     if line.startswith(before):
         return after + line[len(before) :]
     # a comment or the rest of a bracket, further left than its statement

@@ -279,6 +279,24 @@ def test_blank_lines_that_keep_their_place_keep_the_white_space_in_them():
     assert "    print(loss.item())\n   \n    print(out.shape)\n" in text
 
 
+def test_comments_further_left_than_their_block_stay_as_they_are_in_statements_that_keep_their_margin():
+    text = loop_of("""\
+        for x, y in loader:
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            right += (out.argmax(1) == y).sum().item()
+
+          #  print(right, "so far")
+
+            log(loss.item())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        """)
+    below = '    right += (out.argmax(1) == y).sum().item()\n\n  #  print(right, "so far")\n\n    log(loss.item())\n'
+    assert f"forward_backward(forward, x, y)\n{below}" in text
+
+
 def test_a_string_that_comments_goes_with_what_it_is_about():
     assert loop_of('''\
         for x, y in loader:
