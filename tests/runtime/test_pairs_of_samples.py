@@ -121,3 +121,23 @@ def test_a_class_that_few_rows_have_once_is_seen(term, size, seed):
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected), rtol=1e-11, atol=1e-13)
     (known,) = memory._forwards
     assert known.split_calls == 0
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("known", range(1, 32, 3))
+def test_pairs_of_what_a_network_leaves_at_0_for_the_rows_that_are_checked_keep_the_batch_whole(known):
+    """Gradients that are 0 show nothing, and behind the hinge the rows differ by less than numbers are rounded."""
+    torch.manual_seed(0)
+    words, linear = nn.Embedding(32, 4), nn.Linear(4, 1)
+    nn.init.normal_(words.weight, std=1e-4)
+    nn.init.constant_(linear.bias, -1.0)
+    words.weight.data[known] = 5 * linear.weight[0].detach().sign()
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=2)
+    ids, targets = torch.randperm(32), torch.randint(1, 6, (32,)).float()
+
+    def loss(ids, targets):
+        return F.mse_loss(linear(words(ids)).relu(), targets)  # of [samples, 1] and [samples]: of every two samples
+
+    expected = torch.autograd.grad(loss(ids, targets), list(linear.parameters()))
+    memory.forward_backward(loss, ids, targets)
+    torch.testing.assert_close([linear.weight.grad, linear.bias.grad], list(expected))

@@ -17,7 +17,7 @@ from oomfix.runtime.state.running_statistics import changes_its_code
 from oomfix.runtime.verification.border import leaves_in_checked
 from oomfix.runtime.verification.evidence import Evidence, Runs
 from oomfix.runtime.verification.few_rows import FewRows
-from oomfix.runtime.verification.judging import DEPEND, NO_NUMBER, OPEN, PLAIN, SEVERAL_DEPEND, units
+from oomfix.runtime.verification.judging import DEPEND, FLAT, NO_NUMBER, OPEN, PLAIN, SEVERAL_DEPEND, units
 from oomfix.runtime.verification.verdict import Verdict
 from oomfix.runtime.verification.ways import Edges, Graphs, edges
 
@@ -75,7 +75,7 @@ def _compared_in(few: FewRows) -> list[torch.Tensor]:
 
 def _seen(
     parameters: list[torch.Tensor], first_node: int, result: Any
-) -> tuple[torch.Tensor | None, list[torch.Tensor], Edges]:
+) -> tuple[torch.Tensor | None, list[torch.Tensor | None], Edges]:
     """The loss in `result`, its gradients, and what is in its graph."""
     loss = outputs.loss_in(result)
     if loss is None or loss.numel() != 1:
@@ -84,14 +84,14 @@ def _seen(
     return loss, _gradients(loss, parameters, first_node), of_graph
 
 
-def _gradients(loss: torch.Tensor, parameters: list[torch.Tensor], first_node: int) -> list[torch.Tensor]:
-    """Those of `loss`, none where it has a graph from before the node numbered `first_node`."""
+def _gradients(loss: torch.Tensor, parameters: list[torch.Tensor], first_node: int) -> list[torch.Tensor | None]:
+    """Those of `loss`, None of what it does not reach; none if it has a graph from before the node `first_node`."""
     if not loss.requires_grad or not parameters:
         return []
     if reach(loss).began_before(first_node):
         return []  # a graph that was there before the check is not for it to pass
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-    return [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient for gradient in gradients]
 
 
 def _judge(evidence: Evidence) -> Verdict:
@@ -111,21 +111,36 @@ def _judge(evidence: Evidence) -> Verdict:
         return Verdict(None, OPEN if bool(loss.isfinite()) else NO_NUMBER, undecided=True)
     if rule is None or not gradients:
         return Verdict(None, undecided=True)  # a deviation is not a number of one row
-    collector, sizes = rule.collector(0), [gradient.numel() for gradient in gradients]
-    # the loss of a part may be a constant, which has none
-    none = [torch.zeros_like(gradient) for gradient in gradients]
-    parts = [_joined(of_part or none) for _, of_part, _ in evidence.parts]
-    for of_part, share in zip(parts, evidence.shares, strict=True):
+    whole, *parts = _reached([gradients, *(of_part for _, of_part, _ in evidence.parts)])
+    if not whole:
+        return Verdict(rule, units=units(rule))
+    collector, sizes = rule.collector(0), [gradient.numel() for gradient in whole]
+    joined = [_joined(of_part) for of_part in parts]
+    for of_part, share in zip(joined, evidence.shares, strict=True):
         collector.add(of_part, share)
-    errors = _largest(_joined(gradients) - collector.result(), sizes)
-    scales = [max(pair) for pair in zip(*(_largest(of_part, sizes) for of_part in parts), strict=True)]
+    errors = _largest(_joined(whole) - collector.result(), sizes)
+    scales = [max(pair) for pair in zip(*(_largest(of_part, sizes) for of_part in joined), strict=True)]
     # where the true gradient is 0 (the bias of attention's keys), rounding of the others is all there is
     largest = max(scales)
-    for gradient, error, scale in zip(gradients, errors, scales, strict=True):
+    for gradient, error, scale in zip(whole, errors, scales, strict=True):
         tolerance = _TOLERANCE[gradient.dtype]
         if error > tolerance * max(scale, tolerance * largest):
             return Verdict(None, GRADIENTS_DEPEND)
-    return Verdict(rule, units=units(rule))
+    return Verdict(rule, units=units(rule)) if largest else Verdict(None, FLAT, undecided=True)
+
+
+def _reached(of_runs: list[list[torch.Tensor | None]]) -> list[list[torch.Tensor]]:
+    """For each run, the gradients of the parameters that some run reaches; 0 where it does not itself.
+
+    The loss of a part may be a constant, which has none.
+    """
+    count = len(of_runs[0])
+    reached = []
+    for of_one in zip(*(of_run or [None] * count for of_run in of_runs), strict=True):
+        some = next((gradient for gradient in of_one if gradient is not None), None)
+        if some is not None:
+            reached.append([torch.zeros_like(some) if gradient is None else gradient for gradient in of_one])
+    return [list(of_run) for of_run in zip(*reached, strict=True)] or [[] for _ in of_runs]
 
 
 def _joined(gradients: list[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,7 @@ SEVERAL_DEPEND = (
 )
 OTHERS = "what a few rows return besides the loss cannot be put together from two parts"
 OPEN = "its loss is 0 on a few rows, which leaves open what it is a mean of"
+FLAT = "its gradients are 0 on a few rows, which leaves open whether they depend on each other"
 PLAIN = "its loss is a plain number, or none, for some of its samples, which add nothing to it"
 NO_NUMBER = "its loss is not a number on a few rows"
 NOTHING = "the means in its loss are over nothing, or too little, on some of a few rows"

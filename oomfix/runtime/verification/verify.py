@@ -22,7 +22,16 @@ from oomfix.runtime.verification.evidence import Runs
 from oomfix.runtime.verification.few_rows import FewRows, with_rows_that_fit
 from oomfix.runtime.verification.gradient_check import GRADIENTS_DEPEND, compared_gradients
 from oomfix.runtime.verification.hinge_check import by_hinges
-from oomfix.runtime.verification.judging import BENDS, DEPEND, NO_NUMBER, NOTHING, OPEN, SEVERAL_DEPEND, contradict
+from oomfix.runtime.verification.judging import (
+    BENDS,
+    DEPEND,
+    FLAT,
+    NO_NUMBER,
+    NOTHING,
+    OPEN,
+    SEVERAL_DEPEND,
+    contradict,
+)
 from oomfix.runtime.verification.mask_check import by_computed_masks, by_empty_masks, by_masks, by_other_rows
 from oomfix.runtime.verification.repetition_check import by_copies, by_one_class, by_repetition
 from oomfix.runtime.verification.result_check import Found, by_named_rows, by_results, confirmed
@@ -317,6 +326,7 @@ def _confirmed_closer(
         # a graph needs more memory than the runs of a check without one
         gradients = _in_parts_that_run(few, together, partial(_by_gradients, rows, how, telling))
     left_open = gradients is not None and gradients.reason in (OPEN, NO_NUMBER) and verdict.units != "calls"
+    left_open = left_open or (gradients is not None and gradients.reason == FLAT)
     if gradients is not None and gradients.rule is None and (not gradients.undecided or left_open):
         return gradients
     if gradients is None:
