@@ -21,8 +21,10 @@ def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
     # what a mask selects cannot be held out by rows, see `watching.HeldOut`; gaps show as much
     how = replace(how, graph=True, light=False, divides=True, holds_out=False)
     gaps = gaps_for_masks(few.batch, few.named(count))
-    how = replace(how, mask_gaps=few.compared(count, how, gaps=gaps).alike_masks)
     evidence = few.compared(count, how, gaps=gaps)
+    if evidence.alike_masks:
+        how = replace(how, mask_gaps=evidence.alike_masks)
+        evidence = few.compared(count, how, gaps=gaps)
     if evidence.failure:
         return None
     # one weight is not right for several means
