@@ -65,11 +65,11 @@ def test_fixtures_train_the_same_to_rounding_when_split(name):
 
 @pytest.mark.parametrize("name", SEEDS)
 def test_fixtures_become_their_golden_files(name):
-    """One for all presets: what they choose is chosen when the script runs."""
+    """One for all presets: what they choose is chosen when the script runs. Each preset has its turn with a fixture."""
     source = Source.from_bytes("train.py", (FIXTURES / name / "train.py").read_bytes())
     golden = (FIXTURES / name / "after_16gb.py").read_text()
     assert golden.count("16gb") == 1
-    for preset in PRESETS:
+    for preset in {"16gb", *list(PRESETS)[SEEDS.index(name) :: len(SEEDS)]}:
         after = apply_to(source, all_rules(), Options(preset))
         assert after.text == golden.replace("16gb", preset)
 
