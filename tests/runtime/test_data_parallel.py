@@ -188,11 +188,17 @@ def test_what_works_inside_of_the_backward_of_ddp_is_refused_by_name(found):
         assert "static_graph=True" in static
 
 
-@pytest.mark.parametrize(
-    "arguments", [(), pytest.param(("--shard",), marks=needs_fully_shard)], ids=["replicas", "shards"]
-)
-def test_the_example_trains_two_processes_alike(arguments):
-    status, printed, said = torchrun.run(*torchrun.TORCHRUN, "examples/distributed.py", *arguments)
+def under_torchrun():
+    return torchrun.run(*torchrun.TORCHRUN, "examples/distributed.py")
+
+
+def of_shards():
+    return torchrun.forked("tests/runtime/launched.py", "examples/distributed.py", "--shard")
+
+
+@pytest.mark.parametrize("run", [under_torchrun, pytest.param(of_shards, marks=needs_fully_shard)])
+def test_the_example_trains_two_processes_alike(run):
+    status, printed, said = run()
     assert status == 0, said[-4000:]
     assert "batches in 2 micro-batches, 3 training calls" in printed
     for rank in (0, 1):

@@ -52,6 +52,6 @@ def test_other_kinds_of_parallelism_are_refused_by_name(found):
 @pytest.mark.parametrize("case", ["norms apart", "replicas of shards apart"])
 def test_a_process_that_nobody_can_wait_for_any_more_ends_all_in_time(case):
     """One runs out of memory while the other waits for it inside of the forward: both processes are over soon."""
-    status, printed, said = torchrun.run(SCRIPT, case, limit_s=60)
+    status, printed, said = torchrun.forked(SCRIPT, case, limit_s=60)
     assert status != 0
     assert "ran out of memory at a point where others wait" in printed, said[-4000:]

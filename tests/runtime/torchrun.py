@@ -1,6 +1,6 @@
 """Running scripts, and cases of a script, on two processes; a run that hangs is ended, and fails."""
 
-import gc
+import functools
 import importlib
 import json
 import logging
@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from oomfix import runtime
+from tests.runtime import starter
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 Case = Callable[[int], dict]
 
 
@@ -34,7 +36,7 @@ def run(*command: str, limit_s: float = 400) -> tuple[int, str, str]:
     started = subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ENVIRONMENT},
     )  # fmt: skip
     try:
         printed, said = started.communicate(timeout=limit_s)
@@ -45,9 +47,28 @@ def run(*command: str, limit_s: float = 400) -> tuple[int, str, str]:
     return started.returncode, printed, said
 
 
+@functools.cache
+def _starter() -> subprocess.Popen[str]:
+    """The process that all runs of scripts are forked from; it ends with its standard input, that is with this one."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.runtime.starter"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **ENVIRONMENT},
+    )  # fmt: skip
+
+
+def forked(script: str, *arguments: str, limit_s: float = 400) -> tuple[int, str, str]:
+    """As `run`, of a script, in a process that has torch imported already: that takes longer than most cases do."""
+    server = _starter()
+    with tempfile.TemporaryDirectory() as folder:
+        request = starter.Request(script, list(arguments), limit_s, f"{folder}/printed", f"{folder}/said")
+        print(json.dumps(request), file=server.stdin, flush=True)
+        status = int(server.stdout.readline())
+        return status, Path(request.printed).read_text(), Path(request.said).read_text()
+
+
 def cases(script: str, *names: str) -> dict[str, list[dict]]:
     """What each process found in each case of `script`, by the name of the case; the first process comes first."""
-    status, printed, said = run(script, *names)
+    status, printed, said = forked(script, *names)
     assert status == 0, said[-4000:]
     text, decoder, found = printed.lstrip(), json.JSONDecoder(), {}
     while text:
@@ -59,16 +80,11 @@ def cases(script: str, *names: str) -> dict[str, list[dict]]:
 
 
 def answer(cases: dict[str, Case], names: Sequence[str]) -> None:
-    """Run cases on two processes, and print what each process found, a line each.
-
-    They are forked from one that has imported everything, which takes longer than most cases do. What was imported
-    lives on: no collection after an error of memory need go through it.
-    """
+    """Run cases on two processes, and print what each process found, a line each."""
     logging.getLogger("oomfix").setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)
     importlib.import_module("torch._dynamo")  # as the first optimizer does
-    gc.collect()
-    gc.freeze()
+    starter.keep_what_lives()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(_answer, (f"{folder}/meeting", cases, names), nprocs=2, start_method="fork")
 
