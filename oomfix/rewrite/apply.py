@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.verdict import LoopOutcome
-from oomfix.rewrite.loop_attempts import MENDED, rewrite_loops
+from oomfix.rewrite.loop_attempts import MENDED, Fixed, rewrite_loops
 from oomfix.rewrite.options import Options
 from oomfix.rewrite.surroundings.evaluation_calls import evaluation_call_edits
-from oomfix.rewrite.surroundings.local import Fixed, findings_in, fix_locally
+from oomfix.rewrite.surroundings.local import findings_in, fix_locally
 from oomfix.rewrite.text.edits import apply_edits
 from oomfix.rewrite.text.layout import Layout
 from oomfix.rewrite.text.long_lines import long_line_edits
@@ -63,28 +63,26 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
         current = written()
         current = current.edited(unused_amp_imports(reading.script.imports, current.script.imports, current.layout))
     last = fix_locally(current.script, rules, options.wants_finding)
-    found = last.found
-    if current is not reading:
-        found = findings_in(reading.script, rules)
-        wanted = [one for one in found if options.wants_finding(one) and one.code not in _NOT_COUNTED_HERE]
-        ended += tuple(_gone(wanted, source, last.found, current.source))
+    found = last.found if current is reading else findings_in(reading.script, rules)
+    wanted = [one for one in found if options.wants_finding(one)]
+    with_loops = _still_there(wanted, source, last.found, current.source)
     changed = last.script.source
-    wanted = [one for one in found if options.wants_finding(one) and one.fix != "runtime"]
-    left = [one for one in last.left if one.fix != "runtime"]
-    unfixed = tuple(Unfixed(one.line, one.code, one.message) for one in _still_there(wanted, source, left, changed))
+    left = _still_there(with_loops, source, last.left, changed)
+    gone = [one for one in _without(wanted, with_loops) if one.code not in _NOT_COUNTED_HERE]
+    gone += [one for one in _without(with_loops, left) if one.fix == "local"]
+    fixed = (Fixed(one.code, one.line, MENDED.get(one.code, one.message)) for one in gone)
+    unfixed = tuple(Unfixed(one.line, one.code, one.message) for one in left if one.fix != "runtime")
     text = changed.text
     if any(loop.rewrite != "none" for loop in loops):
         text = apply_edits(text, evaluation_call_edits(Reading(last.script)))
     text = apply_edits(text, long_line_edits(Layout(source), text))
-    return Applied(text, loops, ended + last.fixed, unfixed)
+    return Applied(text, loops, (*ended, *fixed), unfixed)
 
 
-def _gone(found: Sequence[Finding], before: Source, left: Sequence[Finding], after: Source) -> Iterator[Fixed]:
-    """What the audit found in a script and no longer finds once its loops are rewritten."""
-    still = {id(finding) for finding in _still_there(found, before, left, after)}
-    for finding in found:
-        if id(finding) not in still:
-            yield Fixed(finding.code, finding.line, MENDED.get(finding.code, finding.message))
+def _without(found: Sequence[Finding], others: Sequence[Finding]) -> list[Finding]:
+    """Those of the findings that are not among the others."""
+    these = set(map(id, others))
+    return [finding for finding in found if id(finding) not in these]
 
 
 def _still_there(found: Sequence[Finding], before: Source, left: Sequence[Finding], after: Source) -> list[Finding]:

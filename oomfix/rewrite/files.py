@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from oomfix.config import Configuration, Flags
 from oomfix.discovery import Discovery, Found
@@ -14,9 +14,9 @@ from oomfix.rewrite.apply import Applied, Unfixed, apply_to
 from oomfix.rewrite.cells import NotebookText, in_cells
 from oomfix.rewrite.dataflow.step_functions import training_loops
 from oomfix.rewrite.facts.verdict import LoopOutcome
+from oomfix.rewrite.loop_attempts import Fixed
 from oomfix.rewrite.notebook_json import CannotRestore, replace_sources
 from oomfix.rewrite.options import Options
-from oomfix.rewrite.surroundings.local import Fixed
 from oomfix.rewrite.text.edits import EditsBreakSource, EditsOverlap
 from oomfix.rewrite.writing import CannotWrite, write_source
 from oomfix.rules.base import Rule, holds
@@ -199,8 +199,9 @@ def _notebook(path: str, data: bytes, rules: Sequence[Rule], options: Options) -
     applied = apply_to(notebook.source, rules, options)
     outcome = _outcome(path, applied)
     loops = [in_cells(loop, notebook) for loop in applied.loops]
+    fixed = tuple(_in_cell(one, notebook) for one in applied.fixed)
     unfixed = tuple(_in_cell(one, notebook) for one in applied.unfixed)
-    outcome = outcome._replace(loops=tuple(loops), unfixed=unfixed, errors=notebook.problems)
+    outcome = outcome._replace(loops=tuple(loops), fixed=fixed, unfixed=unfixed, errors=notebook.problems)
     if not (changed := notebook.changes(applied.text)):
         return outcome
     content = replace_sources(data, {change.number: change.after for change in changed})
@@ -212,9 +213,12 @@ def _outcome(path: str, applied: Applied) -> FileOutcome:
     return FileOutcome(path, loops=applied.loops, fixed=applied.fixed, unfixed=applied.unfixed)
 
 
-def _in_cell(unfixed: Unfixed, notebook: NotebookText) -> Unfixed:
-    cell, line = notebook.locate(unfixed.line)
-    return unfixed._replace(cell=cell, line=line)
+_OfOneLine = TypeVar("_OfOneLine", Fixed, Unfixed)
+
+
+def _in_cell(found: _OfOneLine, notebook: NotebookText) -> _OfOneLine:
+    cell, line = notebook.locate(found.line)
+    return found._replace(cell=cell, line=line)
 
 
 def _trains(path: str) -> bool:

@@ -18,7 +18,6 @@ from oomfix.rewrite.loop_rewriter import LoopRewriter
 from oomfix.rewrite.options import Options
 from oomfix.rewrite.preparations.autocast_end import end_autocast_edits
 from oomfix.rewrite.preparations.metrics_apart import metric_edits
-from oomfix.rewrite.surroundings.local import Fixed
 from oomfix.rewrite.text.edits import line_before, with_lines
 from oomfix.rewrite.text.header import other_preset_in
 from oomfix.rules.base import Edit
@@ -30,6 +29,15 @@ MENDED = {
     "OOM304": "losses in fp16 are scaled",
 }
 """What is said of findings that rewriting mends."""
+
+
+class Fixed(NamedTuple):
+    """A finding that was fixed: its line, as in the file before (in a notebook, the cell), and what was done."""
+
+    code: str
+    line: int
+    message: str
+    cell: int | None = None
 
 
 class Rewritten(NamedTuple):

@@ -154,13 +154,20 @@ def _lines(outcome: FileOutcome) -> Iterator[str]:
         for note in (note for note in loop.notes if note not in said_before):
             said_before.add(note)
             yield f"{path}:{cell}{loop.line}  {note}"
-    for code, count in sorted(Counter(fix.code for fix in outcome.fixed).items()):
-        yield f"{path}  {code} fixed" + (f" {count} times" if count > 1 else "")
+    for code in sorted({fix.code for fix in outcome.fixed}):
+        yield _fixed(path, code, sorted({(fix.cell, fix.line) for fix in outcome.fixed if fix.code == code}))
     for left in outcome.unfixed:
         cell = "" if left.cell is None else f"cell {left.cell}:"
         yield f"{path}:{cell}{left.line}  {left.code} not fixed: {left.message}"
     for note in outcome.notes:
         yield f"{path}  {note}"
+
+
+def _fixed(path: str, code: str, places: Sequence[tuple[int | None, int]]) -> str:
+    where = [str(line) if cell is None else f"cell {cell}:{line}" for cell, line in places]
+    if len(where) == 1:
+        return f"{path}:{where[0]}  {code} fixed"
+    return f"{path}  {code} fixed in {'lines ' if places[0][0] is None else ''}{', '.join(where)}"
 
 
 def _diff(path: str, change: Change) -> Iterator[str]:

@@ -292,6 +292,10 @@ def test_what_is_left_to_be_done_by_hand_is_named_with_its_cell(tmp_path):
     path = tmp_path / "train.ipynb"
     path.write_text(json.dumps({"cells": with_sources(lines, {3: f'{MODEL}old = torch.load("old.pt")'})}))
     assert f"{path}:cell 4:5  OOM205 not fixed: " in apply_to(path).output
+    path.write_text(
+        json.dumps({"cells": with_sources(lines, {3: f'{MODEL}model.load_state_dict(torch.load("old.pt"))'})})
+    )
+    assert f"{path}:cell 4:5  OOM205 fixed" in apply_to(path).output
 
 
 def test_a_cell_of_imports_ends_with_the_manager(tmp_path):

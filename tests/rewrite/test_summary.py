@@ -6,9 +6,9 @@ from oomfix.presets import PRESETS
 from oomfix.rewrite.apply import Unfixed
 from oomfix.rewrite.facts.verdict import LoopOutcome
 from oomfix.rewrite.files import Change, FileOutcome
+from oomfix.rewrite.loop_attempts import Fixed
 from oomfix.rewrite.proving.proof import Proof
 from oomfix.rewrite.summary import as_text, diffs
-from oomfix.rewrite.surroundings.local import Fixed
 
 LOOPS = (
     LoopOutcome(12, 20, "micro-batched", None, notes=("the loss is divided by 4 now",)),
@@ -32,8 +32,8 @@ def test_each_loop_says_its_form_and_why_not_more_and_what_changes():
         "train.py:12  the loss is divided by 4 now",
         "train.py:30  in place: the loss reads a list that the loop fills",
         "train.py:cell 2:3  left alone: LBFGS evaluates its closure several times",
-        "train.py  OOM101 fixed 2 times",
-        "train.py  OOM201 fixed",
+        "train.py  OOM101 fixed in lines 2, 3",
+        "train.py:1  OOM201 fixed",
         "train.py:7  OOM205 not fixed: it loads onto the GPU",
         "train.py:cell 2:4  OOM104 not fixed: detach it",
         "train.py  old content kept in train.py.orig",

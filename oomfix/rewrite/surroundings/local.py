@@ -20,26 +20,16 @@ _FIRST = (("OOM201", "OOM207"), ("OOM101", "OOM104"))
 """Fixes that make others needless, most of all first: under no_grad nothing has to be detached."""
 
 
-class Fixed(NamedTuple):
-    """A finding that was fixed, with its line in the text it was found in."""
-
-    code: str
-    line: int
-    message: str
-
-
 class LocalFixes(NamedTuple):
     """A file after its local fixes.
 
     Attributes:
         script: the file.
-        fixed: what was fixed.
         found: all findings of the text before.
         left: all findings of the text after.
     """
 
     script: Script
-    fixed: tuple[Fixed, ...]
     found: list[Finding]
     left: list[Finding]
 
@@ -55,7 +45,6 @@ def fix_locally(script: Script, rules: Sequence[Rule], wants: Callable[[Finding]
         rules: the rules to ask.
         wants: whether a finding is to be fixed; those silenced by a comment are not asked for.
     """
-    fixed: list[Fixed] = []
     refused: set[_Place] = set()
     current = script
     left = found = findings_in(script, rules)
@@ -76,15 +65,8 @@ def fix_locally(script: Script, rules: Sequence[Rule], wants: Callable[[Finding]
         if in_vain := _in_vain(_counted(before, made), were, are):
             refused |= in_vain
             continue
-        # one that is found again with another edit is not fixed before that is made
-        gone = _by_line(were) - _by_line(are)
-        for finding in made:
-            place = finding.code, _line(before, finding)
-            if gone[place]:
-                gone[place] -= 1
-                fixed.append(Fixed(finding.code, finding.line, finding.message))
         current, left = changed, found_then
-    return LocalFixes(current, tuple(fixed), found, left)
+    return LocalFixes(current, found, left)
 
 
 _Place = tuple[str, str, str]
@@ -102,13 +84,6 @@ def _in_vain(made: Counter[_Place], before: Counter[_Place], after: Counter[_Pla
         without_edit = (*place[:2], "")
         if after[place] > before[place] - number or after[without_edit] > before[without_edit]:
             found.add(place)
-    return found
-
-
-def _by_line(counted: Counter[_Place]) -> Counter[tuple[str, str]]:
-    found: Counter[tuple[str, str]] = Counter()
-    for (code, line, _), number in counted.items():
-        found[code, line] += number
     return found
 
 
