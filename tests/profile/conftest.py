@@ -1,8 +1,13 @@
-"""Runs of scripts in this process."""
+"""Runs of scripts in this process, and in others that start at once."""
 
+import os
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+
+from tests import starter
 
 
 @pytest.fixture
@@ -18,3 +23,15 @@ def simulate(tmp_path, monkeypatch):
         return run(str(script), [], **options)
 
     return of
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """The command simulates scripts in processes that need not import torch."""
+
+    def run(command, env, stdin, stderr):
+        _python, _m, module, *arguments = command
+        files = [stdin, 1, stderr.fileno()]
+        return SimpleNamespace(returncode=starter.run(module, arguments, env, os.getcwd(), files))
+
+    monkeypatch.setattr("oomfix.profile.process.subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))

@@ -29,7 +29,7 @@ FOUND = {"batch_size": None, "samples": None, "out_of_memory": None, "error": No
 
 
 @pytest.fixture
-def command(tmp_path):
+def command(tmp_path, forked):
     def of(loader, *arguments):
         script = tmp_path / "train.py"
         script.write_text(LINEAR.replace("LOADER", loader))
@@ -118,7 +118,7 @@ for _ in range(2):
 
 
 @pytest.mark.parametrize("name", ["pkg.train", "pkg"])
-def test_a_module_runs_as_python_m_runs_it(tmp_path, monkeypatch, name):
+def test_a_module_runs_as_python_m_runs_it(tmp_path, monkeypatch, forked, name):
     """1 MiB of weights, made by the module beside; the file is named, so that other commands find it."""
     package = tmp_path / "pkg"
     package.mkdir()
@@ -189,7 +189,7 @@ def test_without_torch_one_sentence_says_so(tmp_path, monkeypatch):
     assert f"train.py: cannot be simulated: torch is not installed for {sys.executable}" in result.stderr
 
 
-def test_a_script_that_fails_at_once_is_given_no_estimate(tmp_path):
+def test_a_script_that_fails_at_once_is_given_no_estimate(tmp_path, forked):
     (tmp_path / "train.py").write_text("import torch\n1 / 0\n")
     result = CliRunner().invoke(profile, [str(tmp_path / "train.py")])
     assert result.exit_code == 1
@@ -210,7 +210,7 @@ for _ in range(2):
 """
 
 
-def test_lines_of_the_script_are_named_as_seen_from_here(tmp_path, monkeypatch):
+def test_lines_of_the_script_are_named_as_seen_from_here(tmp_path, monkeypatch, forked):
     (tmp_path / "train.py").write_text(READING)
     monkeypatch.chdir(tmp_path)
     said = CliRunner().invoke(profile, ["train.py"]).stdout.splitlines()

@@ -8,6 +8,8 @@ import pytest
 from oomfix.profile.process import run_script
 from tests.torch_versions import needs_counts_of_holders
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 SCRIPT = """
     import sys
     import torch

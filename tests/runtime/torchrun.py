@@ -1,6 +1,5 @@
 """Running scripts, and cases of a script, on two processes; a run that hangs is ended, and fails."""
 
-import functools
 import importlib
 import json
 import logging
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from oomfix import runtime
-from tests.runtime import starter
+from tests import starter
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -47,23 +46,14 @@ def run(*command: str, limit_s: float = 400) -> tuple[int, str, str]:
     return started.returncode, printed, said
 
 
-@functools.cache
-def _starter() -> subprocess.Popen[str]:
-    """The process that all runs of scripts are forked from; it ends with its standard input, that is with this one."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.runtime.starter"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, **ENVIRONMENT},
-    )  # fmt: skip
-
-
 def forked(script: str, *arguments: str, limit_s: float = 400) -> tuple[int, str, str]:
-    """As `run`, of a script, in a process that has torch imported already: that takes longer than most cases do."""
-    server = _starter()
-    with tempfile.TemporaryDirectory() as folder:
-        request = starter.Request(script, list(arguments), limit_s, f"{folder}/printed", f"{folder}/said")
-        print(json.dumps(request), file=server.stdin, flush=True)
-        status = int(server.stdout.readline())
-        return status, Path(request.printed).read_text(), Path(request.said).read_text()
+    """As `run`, of a script, by `starter`."""
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said, open(os.devnull) as nothing:
+        files = [file.fileno() for file in (nothing, printed, said)]
+        status = starter.run(script, arguments, {**os.environ, **ENVIRONMENT}, ROOT, files, limit_s)
+        printed.seek(0)
+        said.seek(0)
+        return status, printed.read().decode(), said.read().decode()
 
 
 def cases(script: str, *names: str) -> dict[str, list[dict]]:
