@@ -1,14 +1,12 @@
-"""Python programs, each in a process that is forked from one with torch imported: that takes longer than most run.
+"""Python programs, each in a process that is forked from one with most imported: that takes longer than most run.
 
 What two programs share is what was imported, not where their random numbers begin. The order of sets they share too:
 what repeats itself here need not in a process that is started.
 """
 
-import functools
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import random
 import runpy
@@ -17,7 +15,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -28,7 +26,7 @@ class Request(NamedTuple):
     """A program to run.
 
     Attributes:
-        program: the path of a script, or the name of a module whose `main` takes the arguments.
+        program: the path of a script, or the name of a module, as behind `python -m`.
         arguments: those of its command line.
         environment: all of it.
         folder: where it runs.
@@ -40,54 +38,54 @@ class Request(NamedTuple):
     folder: str
 
 
-class _Server(NamedTuple):
-    connection: socket.socket
-    answers: IO[str]
-
-
-def run(
-    program: str,
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    folder: str | Path,
-    files: Sequence[int],
-    limit_s: float = 400,
-) -> int:
-    """The exit status of a program, see `Request`.
+class Starter:
+    """Runs programs. The process that they are forked from ends when nobody is left who could ask it for anything.
 
     Args:
-        files: what it gets as standard input, output and error.
-        limit_s: when it is killed with all that it started.
-
-    Raises:
-        TimeoutExpired: it was.
+        imports: modules that it imports before.
     """
-    server = _started()
-    request = Request(program, list(arguments), dict(environment), str(folder))
-    socket.send_fds(server.connection, [json.dumps(request).encode() + b"\n"], list(files))
-    process = int(server.answers.readline())
-    server.connection.settimeout(limit_s)
-    try:
-        return int(server.answers.readline())
-    except TimeoutError as late:
-        os.killpg(process, signal.SIGKILL)
-        # nothing can be read from it any more
-        _started.cache_clear()
-        raise subprocess.TimeoutExpired(program, limit_s) from late
-    finally:
-        server.connection.settimeout(None)
+
+    def __init__(self, *imports: str) -> None:
+        self._imports = imports
+        self._started: tuple[socket.socket, IO[str]] | None = None
+
+    def run(self, request: Request, files: Sequence[int], limit_s: float = 400) -> int:
+        """The exit status of a program.
+
+        Args:
+            request: which one.
+            files: what it gets as standard input, output and error.
+            limit_s: when it is killed with all that it started.
+
+        Raises:
+            TimeoutExpired: it was.
+        """
+        self._started = self._started or self._start()
+        connection, answers = self._started
+        socket.send_fds(connection, [json.dumps(request).encode()], list(files))
+        process = int(answers.readline())
+        connection.settimeout(limit_s)
+        try:
+            return int(answers.readline())
+        except TimeoutError as late:
+            os.killpg(process, signal.SIGKILL)
+            # nothing can be read from it any more
+            self._started = None
+            raise subprocess.TimeoutExpired(request.program, limit_s) from late
+        finally:
+            connection.settimeout(None)
+
+    def _start(self) -> tuple[socket.socket, IO[str]]:
+        mine, its = socket.socketpair()
+        with its:
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.starter", str(its.fileno()), *self._imports],
+                cwd=ROOT, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        return mine, mine.makefile("r")
 
 
-@functools.cache
-def _started() -> _Server:
-    """The process that all are forked from. It ends when nobody is left who could ask it for anything."""
-    mine, its = socket.socketpair()
-    with its:
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.starter", str(its.fileno())],
-            cwd=ROOT, pass_fds=[its.fileno()], stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    return _Server(mine, mine.makefile("r"))
+WITH_TORCH = Starter("torch._dynamo")  # which the first optimizer imports
 
 
 def keep_what_lives() -> None:
@@ -108,27 +106,26 @@ def _become(request: Request, files: list[int]) -> None:
     is_script = request.program.endswith(".py")
     begins = os.path.dirname(os.path.abspath(request.program)) if is_script else request.folder
     sys.path[:1] = [begins, *filter(None, request.environment.get("PYTHONPATH", "").split(os.pathsep))]
+    status = 0
     try:
         if is_script:
             runpy.run_path(request.program, run_name="__main__")
-            status = 0
         else:
-            status = importlib.import_module(request.program).main(request.arguments)
+            runpy.run_module(request.program, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    for child in multiprocessing.active_children():
-        child.kill()
     os._exit(status)
 
 
 def serve(connection: socket.socket) -> None:
     """Run what is asked for, one after the other: a line says which process it is, the next one how it ended."""
-    importlib.import_module("torch._dynamo")  # as the first optimizer does
     keep_what_lives()
     while True:
         asked, files, *_ = socket.recv_fds(connection, 2**20, 3)
@@ -146,4 +143,6 @@ def serve(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     serve(socket.socket(fileno=int(sys.argv[1])))

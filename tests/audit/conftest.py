@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests import starter
 
 
 class CommandLine:
@@ -21,11 +24,9 @@ class CommandLine:
 
     def __call__(self, *args: str, input: bytes | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "OOMFIX_CACHE_DIR": str(self.cache), "PYTHONPATH": _REPOSITORY, **environ}
-        command = [sys.executable, "-m", "oomfix", *args]
-        done = subprocess.run(command, cwd=self.folder, env=env, input=input, capture_output=True, timeout=60)
-        return subprocess.CompletedProcess(
-            command, done.returncode, done.stdout.decode("utf-8"), done.stderr.decode("utf-8")
-        )
+        start = _start if _READ_AT_START & environ.keys() else _fork
+        status, out, err = start(list(args), env, self.folder, input or b"")
+        return subprocess.CompletedProcess(args, status, out.decode("utf-8"), err.decode("utf-8"))
 
     def json(self, *args: str, **options) -> dict:
         """What `oomfix audit --format json` prints."""
@@ -33,6 +34,25 @@ class CommandLine:
 
 
 _REPOSITORY = str(Path(__file__).resolve().parents[2])
+_READ_AT_START = {"LC_ALL", "PYTHONIOENCODING"}  # by Python, not by the command
+_STARTER = starter.Starter("oomfix.pipeline", "oomfix.rules", "oomfix.cli")
+
+
+def _start(args: list[str], env: dict[str, str], folder: Path, input: bytes) -> tuple[int, bytes, bytes]:
+    command = [sys.executable, "-m", "oomfix", *args]
+    done = subprocess.run(command, cwd=folder, env=env, input=input, capture_output=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+def _fork(args: list[str], env: dict[str, str], folder: Path, input: bytes) -> tuple[int, bytes, bytes]:
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(input)
+        given.seek(0)
+        request = starter.Request("oomfix", args, env, str(folder))
+        status = _STARTER.run(request, [file.fileno() for file in (given, out, err)], limit_s=60)
+        out.seek(0)
+        err.seek(0)
+        return status, out.read(), err.read()
 
 
 @pytest.fixture

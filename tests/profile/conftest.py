@@ -31,7 +31,7 @@ def forked(monkeypatch):
 
     def run(command, env, stdin, stderr):
         _python, _m, module, *arguments = command
-        files = [stdin, 1, stderr.fileno()]
-        return SimpleNamespace(returncode=starter.run(module, arguments, env, os.getcwd(), files))
+        request = starter.Request(module, arguments, env, os.getcwd())
+        return SimpleNamespace(returncode=starter.WITH_TORCH.run(request, [stdin, 1, stderr.fileno()]))
 
     monkeypatch.setattr("oomfix.profile.process.subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))

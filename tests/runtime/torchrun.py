@@ -50,7 +50,8 @@ def forked(script: str, *arguments: str, limit_s: float = 400) -> tuple[int, str
     """As `run`, of a script, by `starter`."""
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as said, open(os.devnull) as nothing:
         files = [file.fileno() for file in (nothing, printed, said)]
-        status = starter.run(script, arguments, {**os.environ, **ENVIRONMENT}, ROOT, files, limit_s)
+        request = starter.Request(script, arguments, {**os.environ, **ENVIRONMENT}, str(ROOT))
+        status = starter.WITH_TORCH.run(request, files, limit_s)
         printed.seek(0)
         said.seek(0)
         return status, printed.read().decode(), said.read().decode()
