@@ -69,6 +69,10 @@ _RECORD = Pattern(
 )
 _LETTER_MODULE_NAME = Pattern(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
 """`D`, `G_A`, `netD`: the letters of adversarial training."""
+_MODE = Pattern(
+    r"_*(is_?)?(train(ing)?|eval(uat(ing|ion))?|test(ing)?|infer(ence|ring)?|learning)_?(mode|phase|flag)?$",
+    re.IGNORECASE,
+)
 _DISCRIMINATOR = Pattern(r"(^|_)(?i:discr?|discriminator)(_?[A-Za-z0-9]{1,3})?$|^(dis_|netD|D)_{0,2}[A-Z0-9]{0,3}$")
 _AUTOENCODER = Pattern(r"(^|_)(auto_?encoder|(vq_?)?vae|vqgan)\d*$", re.IGNORECASE)
 _ONE_WAY = Pattern(r"(?<!auto)(?<!auto_)(en|de)c(oder)?\d*$", re.IGNORECASE)
@@ -144,6 +148,11 @@ def _is_entry_of_network(path: str) -> bool:
     """`parts["model"]`: what a dict that is not one of losses or optimizers holds under the name of a network."""
     holder, _, key = path[:-2].rpartition("['")
     return not looks_like_loss(holder) and not looks_like_optimizer(holder) and looks_like_module(key)
+
+
+def says_mode(name: str) -> bool:
+    """Whether a flag says by its name whether an object trains: `self.is_training`, `self.eval_mode`."""
+    return bool(_MODE.match(name))
 
 
 def looks_like_discriminator(path: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from oomfix.script.facts.definitions import Class, Function
 from oomfix.script.facts.hints import Hints
+from oomfix.script.facts.named_like import says_mode
 from oomfix.script.facts.trace import Guard, Loop, Manner, Trace
 from oomfix.script.facts.values import (
     LITERAL,
@@ -97,7 +98,13 @@ class Statements(Expressions):
         if isinstance(value_node, ast.Name):
             return at_module_level and value_node.id in self.hints.labels
         label = at_module_level and isinstance(value.constant, str) and path_of(target) in self.hints.labels
+        label = label or self._is_mode(target, value)
         return isinstance(value_node, ast.Constant) and value.constant is not None and not label
+
+    def _is_mode(self, target: ast.expr, value: Value) -> bool:
+        """`self.training = False` at the head of a test, for what the test calls; not where the object is made."""
+        named = isinstance(target, ast.Attribute) and says_mode(target.attr)
+        return named and isinstance(value.constant, bool) and not self._is_constructing()
 
     def _store_in_parts(self, target: ast.Tuple, value: Value, statement: ast.stmt, value_node: ast.expr) -> None:
         """`outputs[name], features = net(x)`: an entry among the targets, with an index that changes."""
