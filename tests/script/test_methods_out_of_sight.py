@@ -603,3 +603,24 @@ SAMPLED = """
 )
 def test_samples_that_are_taken_off_their_graph_had_one(report, drawn, shown, found):
     assert report(SAMPLED.format(drawn=drawn, shown=shown)) == found
+
+
+def test_what_a_network_looks_up_in_what_it_gave_is_no_run_of_its_own(report):
+    call = "out = model(x); print(model.get_word_embeddings(out).argmax(1))"
+    assert report(VALIDATE.format(made="pass", call=call)) == [("OOM201", 7)]
+    apart = "out = model(x)\n            print(model.get_word_embeddings(out).argmax(1))"
+    assert report(VALIDATE.format(made="pass", call=apart)) == [("OOM201", 7)]
+
+
+def test_samples_that_are_taken_off_their_graph_for_a_training_iteration_are_no_part_of_it(report):
+    code = """
+        import torch
+
+        generator = Generator().cuda()
+        for step in range(1000):
+            samples = generator.sample(64, 20)
+            inputs = torch.cat([zeros, samples.data], dim=1)
+            criterion(generator(inputs), targets).backward()
+            optimizer.step()
+    """
+    assert report(code) == [("OOM202", 7)]

@@ -11,7 +11,7 @@ TRAINED = """
         def __init__(self, encoder, decoder):
             super().__init__()
             self.encoder, self.decoder = encoder.cuda(), decoder.cuda()
-            self.optimizer = torch.optim.Adam(self.parameters())
+            self.optimizer = torch.optim.Adam(self.parameters()){part}
 
         {forward}
 
@@ -34,12 +34,13 @@ TRAINED = """
                 loss.backward()
                 self.optimizer.step()
 """
-OWN = {"forward": "pass", "helper": "run_batch"}
+OWN = {"part": "", "forward": "pass", "helper": "run_batch"}
 FORWARD = "def forward(self, x): return self.decoder(self.latent(x))"
 
 
-def test_what_such_a_class_asks_of_itself_is_followed_to_the_networks_in_it(report):
-    found = report(TRAINED.format(**OWN))
+@pytest.mark.parametrize("part", ["", "; self.dropout = torch.nn.Dropout(0.1)", "; self.names = {}"])
+def test_what_such_a_class_asks_of_itself_is_followed_to_the_networks_in_it(report, part):
+    found = report(TRAINED.format(**OWN | {"part": part}))
     assert [line for code, line in found if code == "OOM202"] == [14, 18]
 
 
@@ -47,10 +48,11 @@ def test_what_such_a_class_asks_of_itself_is_followed_to_the_networks_in_it(repo
     "changed",
     [
         {"forward": FORWARD},  # the class is one network
+        {"part": "; self.head = torch.nn.Linear(8, 8)"},
         {"helper": "forward_batch"},
     ],
 )
-def test_what_a_network_with_a_forward_asks_of_itself_is_one(report, changed):
+def test_what_a_network_with_a_forward_or_layers_asks_of_itself_is_one(report, changed):
     found = report(TRAINED.format(**OWN | changed))
     assert [line for code, line in found if code == "OOM202"] == [25]
 

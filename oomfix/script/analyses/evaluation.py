@@ -61,7 +61,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
     return [
         forward
         for forward in trace.forwards.values()
-        if (forward.direct or (forward.given and forward.method in trained_methods))
+        if (forward.direct or forward.taken_off or (forward.given and forward.method in trained_methods))
         and forward.origin not in needed
         and not forward.differentiates
         and not _is_in_training_branch(forward)

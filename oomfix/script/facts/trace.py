@@ -129,6 +129,8 @@ class Forward(Event):
     """Its result went where it cannot be followed."""
     code: Function | None = None
     """The network's own code that runs, where that is in the file."""
+    taken_off: bool = False
+    """What a method drew of a network is taken off its graph, so that it has one."""
     differentiates: bool = False
     """The network's own code runs a backward, for which gradients have to be on."""
 

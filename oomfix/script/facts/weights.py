@@ -14,8 +14,9 @@ from oomfix.script.facts.named_like import (
     looks_like_part,
     looks_like_scaler,
 )
-from oomfix.script.facts.torch_facts import BOOKKEEPING, INTEGER_RESULTS, LEAVING_THE_GRAPH
-from oomfix.script.syntax.names import MOVES, path_of
+from oomfix.script.facts.torch_facts import BOOKKEEPING, INTEGER_RESULTS, LEAVING_THE_GRAPH, kind_of_call
+from oomfix.script.facts.values import Kind
+from oomfix.script.syntax.names import MOVES, last_of, path_of
 from oomfix.script.syntax.nodes import names_in, walk
 
 
@@ -26,6 +27,16 @@ def has_no_weights(cls: Class) -> bool:
         return False
     gives = any(isinstance(node, ast.Return) and node.value is not None for node in forward.nodes)
     return gives and is_bare(forward) and all(map(_is_setting, _read_of_self(cls)))
+
+
+def makes_layers(cls: Class) -> bool:
+    """Whether a class makes layers of torch for itself, `self.head = nn.Linear(8, 2)`: its methods run them."""
+    made = cls.find("__init__")
+    called = (
+        path_of(node.func) or "" for node in (made.nodes if made is not None else ()) if isinstance(node, ast.Call)
+    )
+    layers = (last_of(path) for path in called if path.startswith(("nn.", "torch.nn.")))
+    return any(kind_of_call(f"torch.nn.{layer}") is Kind.MODULE for layer in layers)
 
 
 def is_bare(function: Function, seen: frozenset[str] = frozenset()) -> bool:

@@ -13,7 +13,7 @@ from oomfix.script.facts.named_like import goes_backwards, looks_like_forward, l
 from oomfix.script.facts.torch_facts import runs_nothing
 from oomfix.script.facts.trace import Guard, Trace
 from oomfix.script.facts.values import UNKNOWN, Given, Graph, Kind, Value, combine, join
-from oomfix.script.facts.weights import has_no_weights, is_bare
+from oomfix.script.facts.weights import has_no_weights, is_bare, makes_layers
 from oomfix.script.interpreter.core import Core
 from oomfix.script.interpreter.state import Binding, Frame, Names
 from oomfix.script.syntax.names import last_of, path_of
@@ -93,9 +93,11 @@ class Functions(Core):
         return not for_a_log and not self._is_in_constructor_of(receiver)
 
     def _is_asked_by_its_training(self, function: Function) -> bool:
-        """`self.run_batch(x)` in the training of a class that is a network by its base alone, and has no forward."""
+        """`self.run_batch(x)` in the training of a class that has no forward and no layers: its parts are networks."""
         owner = function.owner
         if owner is None or looks_like_forward(function.name) or owner.find("forward") is not None:
+            return False
+        if makes_layers(owner):
             return False
         return any(around.owner is owner and around.name in owner.training_methods for around in self._functions())
 

@@ -83,10 +83,12 @@ class Methods(Unseen):
         part = part or self.hints.is_module(path or "")
         if part and not values and self.is_for_effect(node):
             return NUMBER  # `net.stop_backbone_bn()` is named after the part that it changes
-        runs = runs_network(name) or self._is_shown_to_run(name)
-        runs = runs or (draws_from_network(name) and self._is_taken_off_its_graph(node))
+        runs = (runs_network(name) and not _reads(name, content)) or self._is_shown_to_run(name)
         direct = part or (runs and bool(values) and not _evaluates_itself(receiver))
         result = self.forward(node, receiver, path, given, direct=direct)
+        if draws_from_network(name) and self._is_taken_off_its_graph(node):
+            for forward in self.trace.forwards_of(result.origins):
+                forward.taken_off |= forward.node is node
         self.state.grad = grad
         if not part and isinstance(self.statement, ast.Assign) and isinstance(self.statement.targets[0], ast.Tuple):
             return result.with_graph(min(result.graph, Graph.MAYBE))  # `loss, tags, lengths = net.forward_all(x)`
@@ -132,6 +134,11 @@ class Methods(Unseen):
         """Whether all methods of this name in the file turn gradients off by a decorator."""
         effects = [function.effects for function in self.functions if function.name == name]
         return bool(effects) and all(any("no_grad" in effect.ref for effect in each) for each in effects)
+
+
+def _reads(method: str, content: Value) -> bool:
+    """`net.get_word_embeddings(out)`, of what the network gave: it looks something up there."""
+    return method.startswith("get_") and bool(content.graph)
 
 
 def _evaluates_itself(network: Value) -> bool:
