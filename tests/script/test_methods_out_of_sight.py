@@ -226,6 +226,20 @@ def test_a_part_of_a_loss_that_may_be_a_number_is_not_judged(report, read_as, fo
     assert [line for code, line in report(code) if code == "OOM101"] == found
 
 
+@pytest.mark.parametrize("read_as", ["parts[part]", "parts.get(part, 0.0)", "parts.get(part)"])
+def test_the_loss_is_among_its_parts_where_all_of_them_are_added(report, read_as):
+    code = f"""
+        totals = dict.fromkeys(["sum", "kl"], 0)
+        for x, y in loader:
+            parts = criterion(model(x), y)
+            parts["sum"].backward()
+            optimizer.step()
+            for part in totals:
+                totals[part] += {read_as}
+    """
+    assert [line for code, line in report(code) if code == "OOM101"] == [7]
+
+
 def test_a_network_whose_gradients_are_zeroed_is_one_under_any_name(report):
     code = """
         class Saliency:
@@ -624,3 +638,50 @@ def test_samples_that_are_taken_off_their_graph_for_a_training_iteration_are_no_
             optimizer.step()
     """
     assert report(code) == [("OOM202", 7)]
+
+
+@pytest.mark.parametrize(
+    ("given", "term", "found"),
+    [
+        ("action, act_prob", "(act_prob * y).sum()", True),
+        ("action, log_prob, entropy", "entropy.mean()", True),
+        ("action, action_prob", "(action_prob * y).sum()", True),
+        ("action, seen", "(seen * y).sum()", False),
+        ("action, prob", "other.mean()", False),
+    ],
+)
+def test_what_a_policy_gets_beside_an_action_is_its_forward_where_it_makes_a_term_of_the_loss(
+    report, given, term, found
+):
+    forward = f"out = model.get_value(x)\n        {given} = model.get_action(x)"
+    loss = f"first = criterion(out, y); second = -{term}; loss = first + 0.1 * second"
+    assert (("OOM202", 7) in report(STEP.format(forward=forward, loss=loss))) == found
+
+
+MOVED = """
+    import torch
+    from networks import Network, load
+
+    model = Network().cuda()
+    {made}
+    for x, y in loader:
+        fake = model(x)
+        loss = {judge}.get_features(fake).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "judge", "found"),
+    [
+        ("face_net = load('a.pth'); face_net.to(device)", "face_net", True),
+        ("self.extractor = load('a.pth'); self.extractor.cuda()", "self.extractor", True),
+        ("face_net = load('a.pth'); print(face_net.to(device))", "face_net", False),
+        ("faces = load('a.pth'); faces.to(device)", "faces", False),
+    ],
+)
+def test_what_a_statement_moves_to_a_device_is_a_network_by_its_name(report, made, judge, found):
+    lines = [line for code, line in report(MOVED.format(made=made, judge=judge)) if code == "OOM202"]
+    assert lines == ([7, 8] if found else [7])

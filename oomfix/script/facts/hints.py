@@ -70,6 +70,8 @@ class Hints:
     """What is asked whether it is an optimizer: on the other way of the branch it may be a function, and is called."""
     backwarded: set[tuple[Scope, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
+    terms: set[tuple[Scope, str]] = field(default_factory=set)
+    """Those of them that are summed with others."""
     last_backward: dict[tuple[Scope, str], int] = field(default_factory=dict)
     """The line of the last backward on each of these paths, or on what it is summed into."""
     names: defaultdict[str, set[Scope]] = field(default_factory=lambda: defaultdict(set))
@@ -180,6 +182,8 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
             if isinstance(node, ast.Assign):
                 assignments.extend((scope, target, node.value) for target in node.targets)
                 _read_assignment(node, hints)
+            elif isinstance(node, ast.Expr):
+                hints.modules.update(_moved_as_a_whole(node.value))
             elif isinstance(node, ast.If) and len(node.orelse) == 1:
                 hints.elifs.add(node.orelse[0])
             elif isinstance(node, ast.For):
@@ -202,6 +206,14 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
         if alike & hints.modules and len(alike) > 1:
             hints.modules |= alike & hints.called
     return hints
+
+
+def _moved_as_a_whole(node: ast.expr) -> Iterator[str]:
+    """`net` of the statement `net.to(device)`, which moves what it stands for: of a tensor it would do nothing."""
+    match node:
+        case ast.Call(ast.Attribute(moved, method)) if method in MOVES:
+            if looks_like_module(path := path_of(moved) or ""):
+                yield path
 
 
 def _read_assignment(node: ast.Assign, hints: Hints) -> None:
@@ -333,6 +345,8 @@ def _note_backwarded(terms: list[str], scope: Scope, line: int | None, hints: Hi
     for path in terms:
         key = scoped(path, scope)
         hints.backwarded.add(key)
+        if len(terms) > 1:
+            hints.terms.add(key)
         if line is not None:
             hints.last_backward[key] = max(line, hints.last_backward.get(key, 0))
 

@@ -34,6 +34,7 @@ _FORWARD_METHOD = Pattern(
     re.IGNORECASE,
 )
 _LIKELIHOOD = Pattern(r"(loss|likelihood|(^|_)nll|log_?probs?)$", re.IGNORECASE)
+_CHANCE = Pattern(r"(^|_)(entrop(y|ies)|(act(ion)?s?_)?(probs?|probability|probabilities))$", re.IGNORECASE)
 _GIVES_GRADIENTS = Pattern(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
 _GIVES_INTEGERS = Pattern(r"_(ids|indices|index|idx|lengths|masks?|labels)$", re.IGNORECASE)
 _RUNNING_METHOD = Pattern(
@@ -188,6 +189,11 @@ def looks_like_forward(method: str) -> bool:
 def is_likelihood(method: str) -> bool:
     """Whether a method or an attribute is named like a loss or a likelihood, which is there to be differentiated."""
     return bool(_LIKELIHOOD.search(method))
+
+
+def is_chance(name: str) -> bool:
+    """Whether something is named like what a policy thinks of an action, beside the action itself."""
+    return is_likelihood(name) or bool(_CHANCE.search(name))
 
 
 def runs_network(method: str) -> bool:

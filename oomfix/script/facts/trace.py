@@ -272,7 +272,8 @@ class Trace:
     backpropagated: set[int] = field(default_factory=set)
     """Forwards and keeps that a backward went through."""
     judged: set[frozenset[int]] = field(default_factory=set)
-    """What each use of a criterion of torch, which hides no network, was given with a graph, by its origins."""
+    """What makes a term of a loss, by its origins: what each use of a criterion of torch, which hides no network, was
+    given with a graph, and what is summed into something that a backward runs on."""
     read_by_numpy: set[int] = field(default_factory=set)
     """Origins of what is handed to numpy, which refuses tensors that require gradients: they are numbers."""
     handed_on: list[tuple[int, frozenset[int]]] = field(default_factory=list)

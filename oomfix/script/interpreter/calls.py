@@ -164,7 +164,8 @@ class Calls(Externals):
             case Kind.CLASS if name == "load_from_checkpoint":
                 return self._instantiate(node, receiver.ref, Given(keywords={"**": UNKNOWN}))
         if name == "get" and receiver.graph and len(values) > 1:
-            return receiver.with_graph(Graph.MAYBE)  # `parts.get("kl", 0.0)` of a loss in parts: perhaps numbers
+            # `parts.get("kl", 0.0)` of a loss in parts: perhaps numbers; for every key, the loss itself is among them
+            return receiver.with_graph(Graph.MAYBE) if isinstance(values[0].constant, str) else receiver
         if receiver.kind is Kind.TENSOR or receiver.graph or divisors_of(name, values):
             return self._method_of_tensor(node, receiver, name, given)
         return self._method_of_unknown(node, receiver, name, path, given)

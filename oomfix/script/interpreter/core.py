@@ -202,6 +202,8 @@ class Core(ABC):
     def _assign_path(self, target: ast.expr, value: Value, statement: ast.stmt | None, loops: tuple[Loop, ...]) -> None:
         path = path_of(target)
         value = self._as_backpropagated(path, value)
+        if path is not None and value.origins and scoped(path, self._scope) in self.hints.terms:
+            self.trace.judged.add(value.origins)
         if isinstance(target, ast.Attribute):
             slot = self.slot_of(target)
             if slot is not None:

@@ -9,8 +9,8 @@ from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.named_like import (
     draws_from_network,
     gives_gradients,
+    is_chance,
     is_letter_of_part,
-    is_likelihood,
     looks_like_detaching,
     looks_like_discriminator,
     looks_like_forward,
@@ -105,12 +105,12 @@ class Methods(Unseen):
         return bool(gave) and not any(f"{path}.".startswith(f"{holder}.") for path in gave)
 
     def _gives_likelihood(self, node: ast.Call) -> bool:
-        """`action, log_prob = policy.get_action(state)`."""
+        """`action, log_prob = policy.get_action(state)`, `action, entropy = policy.get_action(state)`."""
         statement = self.statement
         if not isinstance(statement, ast.Assign) or statement.value is not node:
             return False
         parts = (part for target in statement.targets if isinstance(target, ast.Tuple) for part in target.elts)
-        return any(is_likelihood(last_of(path_of(part))) for part in parts)
+        return any(is_chance(last_of(path_of(part))) for part in parts)
 
     def _is_shown_to_run(self, name: str) -> bool:
         """`model.predict(x)`, where all methods of this name are networks' own in sight, and switch no gradients."""
