@@ -83,8 +83,11 @@ def _models_called(script: Script, loop: TrainingLoop, blocks: Blocks, split: Co
         if isinstance(scope, FunctionNode) and all(parent is not loop.node for parent in blocks.ancestors(event.node)):
             bodies.add(id(scope))
     precise = {id(forward.node) for forward in loop.forwards if forward.site.autocast is not None}
+    networks = {forward.path for forward in script.trace.forwards.values()} - {None}
     for forward in loop.forwards:
         call = forward.node
+        if forward.given and all(path_of(given) in networks for given in forward.given):
+            continue  # `average(model)` updates what it was made of
         inside = any(id(parent) in bodies for parent in blocks.ancestors(call))
         path = path_of(call.func)
         if inside and id(call) not in precise and path is not None and not _WITH_LOSS.search(path):

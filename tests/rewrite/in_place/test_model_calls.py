@@ -49,6 +49,20 @@ def test_calls_of_models_go_through_the_manager_each_where_it_stands():
         """)
 
 
+def test_an_average_that_is_given_the_network_is_no_call_of_it():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()
+            self.fake = net(x)
+            loss = critic(self.fake).mean()
+            loss.backward()
+            optimizer.step()
+            ema_model(net)
+        """)
+    assert "memory.forward(net, x)" in text
+    assert "\n    ema_model(net)\n" in text
+
+
 def test_models_under_the_scripts_own_autocast_keep_their_call():
     text = loop_of("""\
         for x, y in loader:
