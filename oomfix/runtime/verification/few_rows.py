@@ -1,7 +1,7 @@
 """The rows of a batch that one check runs a forward on, whole and in two parts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -10,15 +10,62 @@ from torch import nn
 
 from oomfix.runtime import compat
 from oomfix.runtime.batches.batch import Batch
-from oomfix.runtime.batches.rows import Gaps, choose_rows
+from oomfix.runtime.batches.rows import Gaps, choose_rows, telling, without_single_rows
 from oomfix.runtime.memory.oom import free_what_is_left, is_out_of_memory
 from oomfix.runtime.verification.comparison import compare
 from oomfix.runtime.verification.counted_first import Counted
 from oomfix.runtime.verification.evidence import Evidence, Runs
 
+ROWS_OF_GROUPS = 8  # the first part of so many is no whole groups of two or three that the other goes on with
+_MOST_ROWS = 32  # as many as one micro-batch has, up to this
+_FEW_ROWS = 4  # for gradients; a part that is a single row is paired with itself by most losses of pairs
+_FEWEST_ROWS = 3  # where memory has no room for more
 _TRIES = 2
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """On how many rows a check runs a forward: of each list, on the most that memory has room for.
+
+    Attributes:
+        results: where no graph is kept.
+        gradients: where one is.
+        together: where no part may be a single row.
+    """
+
+    results: list[int]
+    gradients: list[int]
+    together: list[int]
+
+    @classmethod
+    def of(cls, size: int, most_rows: int, single_rows: bool) -> "RowCounts":
+        """Those for a batch of `size` samples and micro-batches of `most_rows`.
+
+        Args:
+            single_rows: a part may be one.
+        """
+        most, together = most_to_look_at(most_rows), without_single_rows(size)
+        of_groups = [ROWS_OF_GROUPS] if _FEW_ROWS < most < ROWS_OF_GROUPS <= size else []
+        if not single_rows:
+            return cls([most, *together, *of_groups], together, together)
+        fewer = [telling(most // 2), _FEWEST_ROWS, 2]
+        return cls([most, *fewer, *of_groups], [_FEW_ROWS, _FEWEST_ROWS, 2], together)
+
+    @property
+    def may_be_single(self) -> bool:
+        """Whether a part may be a single row."""
+        return self.gradients != self.together
+
+    def in_larger_parts(self) -> "RowCounts":
+        """As many where no part may be a single row."""
+        return replace(self, gradients=self.together)
+
+
+def most_to_look_at(most_rows: int) -> int:
+    """How many rows a check runs of a batch in micro-batches of `most_rows`."""
+    return telling(min(most_rows, _MOST_ROWS))
 
 
 class FewRows:

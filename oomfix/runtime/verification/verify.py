@@ -15,11 +15,10 @@ from torch import nn
 
 from oomfix.runtime import compat, simulation
 from oomfix.runtime.batches.batch import Batch
-from oomfix.runtime.batches.rows import telling, without_single_rows
 from oomfix.runtime.verification.counted_first import are_the_same, means_that_count
 from oomfix.runtime.verification.divisor_check import by_divisors, by_divisors_of_more
 from oomfix.runtime.verification.evidence import Runs
-from oomfix.runtime.verification.few_rows import FewRows, with_rows_that_fit
+from oomfix.runtime.verification.few_rows import ROWS_OF_GROUPS, FewRows, RowCounts, most_to_look_at, with_rows_that_fit
 from oomfix.runtime.verification.gradient_check import GRADIENTS_DEPEND, compared_gradients
 from oomfix.runtime.verification.hinge_check import by_hinges
 from oomfix.runtime.verification.judging import (
@@ -38,11 +37,7 @@ from oomfix.runtime.verification.result_check import Found, by_named_rows, by_re
 from oomfix.runtime.verification.telling_check import Telling, by_telling_rows
 from oomfix.runtime.verification.verdict import Verdict
 
-_MOST_ROWS = 32  # as many as one micro-batch has, up to this
-_FEW_ROWS = 4  # for gradients; a part that is a single row is paired with itself by most losses of pairs
-_FEWEST_ROWS = 3  # where memory has no room for more
 _ROWS_TO_REPEAT_IN = 6  # others are groups of their own, and show no more; two parts of which none is a single row
-_ROWS_OF_GROUPS = 8  # the first part of so many is no whole groups of two or three that the other goes on with
 _LOOKS = 2
 _READINGS = {
     "samples": "with a sample in each entry of its lists",
@@ -87,7 +82,7 @@ def check(
     verdict = _as_read(FewRows(forward, batch, modules), most_rows, trust, earlier, with_gradients)
     was_refused = earlier is not None and earlier.rule is None and not earlier.undecided
     if verdict.rule is not None and was_refused and not trust:
-        last = range(batch.size)[-telling(min(most_rows, _MOST_ROWS)) :]
+        last = range(batch.size)[-most_to_look_at(most_rows) :]
         besides = replace(check_besides(verdict, forward, batch, modules, last), left_out=False)
         verdict = verdict if besides.reason == NOTHING else besides
     return (
@@ -139,80 +134,79 @@ def check_besides(
 
 def _as_read(rows: FewRows, most_rows: int, trust: bool, earlier: Verdict | None, with_gradients: bool) -> Verdict:
     """The verdict where lists hold what they are taken for."""
-    most = telling(min(most_rows, _MOST_ROWS))
-    counts = [most, telling(most // 2), _FEWEST_ROWS, 2]
-    if _FEW_ROWS < most < _ROWS_OF_GROUPS <= rows.batch.size:
-        counts.append(_ROWS_OF_GROUPS)
-    few = [_FEW_ROWS, _FEWEST_ROWS, 2]
-    together = without_single_rows(rows.batch.size)
-    if earlier is not None and earlier.single_rows is False:
-        counts, few = [most, *together], together
-    if _FEW_ROWS < most < _ROWS_OF_GROUPS <= rows.batch.size:
-        counts.append(_ROWS_OF_GROUPS)
-    may_split = earlier is not None and earlier.rule is not None
-    if earlier is not None and may_split and not earlier.drew and not trust and simulation.assumption is None:
-        once_more = with_rows_that_fit(few, partial(confirmed, rows, earlier))
-        if once_more is not None:
-            return once_more
+    may_be_single = earlier is None or earlier.single_rows is not False
+    counts = RowCounts.of(rows.batch.size, most_rows, may_be_single)
     closer = not trust and simulation.assumption is None
-    if closer and earlier is not None and earlier.counted_means:
-        counted = _by_counted_means(rows, Runs(graph=earlier.needs_gradients), counts, few, together)
-        if counted is not None:
-            return counted
-    if closer and earlier is not None and earlier.may_have_own_targets:
-        own = _by_own_targets(FewRows(rows.forward, rows.batch, rows.modules), counts, few, together, with_gradients)
-        if own is not None and own.rule is not None:
-            return own
-    found, few = _with_results(rows, trust, counts, few, together)
+    if closer and earlier is not None:
+        as_before = _as_before(rows, counts, earlier, with_gradients)
+        if as_before is not None:
+            return as_before
+    found, counts = _with_results(rows, trust, counts)
     if found is None:
         return Verdict(None, "there is no memory to check it on a few rows", undecided=True)
     verdict = found.verdict
     if closer and verdict.rule is not None:
-        verdict = _confirmed_closer(rows, found, few, together, with_gradients)
+        verdict = _confirmed_closer(rows, found, counts, with_gradients)
     depends = verdict.rule is None and verdict.reason in (DEPEND, SEVERAL_DEPEND, GRADIENTS_DEPEND, BENDS)
     if closer and depends and with_gradients:
-        weighed = _by_divisors(rows, found.how, counts, few, together)
+        weighed = _by_divisors(rows, found.how, counts)
         if weighed is not None and weighed.rule is not None:
             verdict = weighed
         elif weighed is not None and (verdict.reason == DEPEND or weighed.undecided):
             verdict = replace(verdict, reason=weighed.reason, undecided=weighed.undecided)
     if closer and depends and verdict.rule is None:
-        return _by_own_means(verdict, rows, found, counts, few, together, with_gradients) or verdict
-    return replace(verdict, single_rows=False) if few is together else verdict
+        return _by_own_means(verdict, rows, found, counts, with_gradients) or verdict
+    return _of_parts(verdict, counts)
 
 
-def _by_divisors(rows: FewRows, how: Runs, counts: list[int], few: list[int], together: list[int]) -> Verdict | None:
+def _as_before(rows: FewRows, counts: RowCounts, earlier: Verdict, with_gradients: bool) -> Verdict | None:
+    """The verdict in the way of the earlier one, if a few rows confirm it."""
+    if earlier.rule is not None and not earlier.drew:
+        once_more = with_rows_that_fit(counts.gradients, partial(confirmed, rows, earlier))
+        if once_more is not None:
+            return once_more
+    if earlier.counted_means:
+        counted = _by_counted_means(rows, Runs(graph=earlier.needs_gradients), counts)
+        if counted is not None:
+            return counted
+    if earlier.may_have_own_targets:
+        own = _by_own_targets(FewRows(rows.forward, rows.batch, rows.modules), counts, with_gradients)
+        if own is not None and own.rule is not None:
+            return own
+    return None
+
+
+def _of_parts(verdict: Verdict, counts: RowCounts) -> Verdict:
+    """`verdict`, which says so where no part may be a single row."""
+    return verdict if counts.may_be_single else replace(verdict, single_rows=False)
+
+
+def _by_divisors(rows: FewRows, how: Runs, counts: RowCounts) -> Verdict | None:
     """The verdict where parts weigh what their losses divide by; on more rows where a part was nothing.
 
     A single row may be nothing to a forward that takes as many rows as make whole groups and leaves the others.
     """
     run = partial(by_divisors, rows, how)
-    weighed = _in_parts_that_run(few, together, run)
-    if weighed is not None and weighed.reason == NO_NUMBER and few is not together:
-        weighed = with_rows_that_fit(together, run) or weighed
+    weighed = _in_parts_that_run(counts, run)
+    if weighed is not None and weighed.reason == NO_NUMBER and counts.may_be_single:
+        weighed = with_rows_that_fit(counts.together, run) or weighed
     if weighed is None or weighed.rule is None:
         return weighed
-    weighed = with_rows_that_fit(counts, partial(by_divisors_of_more, rows, how, weighed)) or weighed
+    weighed = with_rows_that_fit(counts.results, partial(by_divisors_of_more, rows, how, weighed)) or weighed
     if weighed.rule is None:
         return weighed
     how = replace(how, divides=True, light=False)
-    return by_telling_rows(rows, weighed, how, max(counts), Telling(by_rows=False))
+    return by_telling_rows(rows, weighed, how, max(counts.results), Telling(by_rows=False))
 
 
 def _by_own_means(
-    verdict: Verdict,
-    rows: FewRows,
-    found: Found,
-    counts: list[int],
-    few: list[int],
-    together: list[int],
-    with_gradients: bool,
+    verdict: Verdict, rows: FewRows, found: Found, counts: RowCounts, with_gradients: bool
 ) -> Verdict | None:
     """The verdict where means are divided by what the whole has of each; None: it refuses, as `verdict` does."""
-    own = _by_own_targets(rows, counts, few, together, with_gradients) if found.cross_entropies else None
+    own = _by_own_targets(rows, counts, with_gradients) if found.cross_entropies else None
     if not with_gradients or (own is not None and own.rule is not None):
         return own
-    counted = _by_counted_means(rows, found.how, counts, few, together)
+    counted = _by_counted_means(rows, found.how, counts)
     if counted is None or counted.rule is not None:
         return counted or own
     # a loop over samples takes other means in every part
@@ -220,9 +214,7 @@ def _by_own_means(
     return own if own is not None or verdict.undecided or is_loop else counted
 
 
-def _by_counted_means(
-    rows: FewRows, how: Runs, counts: list[int], few: list[int], together: list[int]
-) -> Verdict | None:
+def _by_counted_means(rows: FewRows, how: Runs, counts: RowCounts) -> Verdict | None:
     """The verdict where the parts are run first, to count what their means are over; None: it refuses a split too.
 
     Rows that are unlike each other may be put into parts of which one has nothing that counts, so others are looked at
@@ -230,12 +222,12 @@ def _by_counted_means(
     """
     if any(map(compat.is_compiled, rows.modules)):
         return None  # means in what is compiled are not seen
-    most, size = max(counts), rows.batch.size
+    most, size = max(counts.results), rows.batch.size
     step = max(size // most, 1)
     verdict = None
     for these in (*(range(start, size, step)[:most] for start in range(min(step, _LOOKS))), ()):
         others = FewRows(rows.forward, rows.batch, rows.modules, these)
-        found = _with_counted_means(others, how, counts, few, together)
+        found = _with_counted_means(others, how, counts)
         if found is not None and found.rule is not None:
             return found
         if found is None and verdict is None:
@@ -244,12 +236,10 @@ def _by_counted_means(
     return verdict
 
 
-def _with_counted_means(
-    rows: FewRows, how: Runs, counts: list[int], few: list[int], together: list[int]
-) -> Verdict | None:
+def _with_counted_means(rows: FewRows, how: Runs, counts: RowCounts) -> Verdict | None:
     """The verdict of these rows, undecided where others may show more."""
     how = replace(how, holds_out=False, counted_means=())
-    noted = with_rows_that_fit(counts, partial(rows.compared, how=how))
+    noted = with_rows_that_fit(counts.results, partial(rows.compared, how=how))
     if noted is None or noted.failure:
         return None
     whole, *parts = noted.amounts
@@ -260,48 +250,43 @@ def _with_counted_means(
     rows.counted_means = means_that_count(whole, parts, [share.rows for share in noted.shares])
     if not rows.counted_means:
         return None
-    found, few = _with_results(rows, False, counts, few, together)
+    found, counts = _with_results(rows, False, counts)
     if found is None or found.verdict.rule is None:
         return found.verdict if found is not None and found.verdict.undecided else None
     # of fewer rows, nothing may count in a part
-    verdict = _confirmed_closer(rows, found, [found.rows], [found.rows], with_gradients=True)
+    all_rows = replace(counts, gradients=[found.rows], together=[found.rows])
+    verdict = _confirmed_closer(rows, found, all_rows, with_gradients=True)
     if verdict.rule is None and not verdict.undecided:
         return None
-    return replace(verdict, single_rows=False) if few is together else verdict
+    return _of_parts(verdict, counts)
 
 
-def _by_own_targets(
-    rows: FewRows, counts: list[int], few: list[int], together: list[int], with_gradients: bool
-) -> Verdict | None:
+def _by_own_targets(rows: FewRows, counts: RowCounts, with_gradients: bool) -> Verdict | None:
     """The verdict where cross entropies are divided by their targets in the whole; None: it refuses a split too."""
     rows.own_targets = True
-    found, few = _with_results(rows, False, counts, few, together)
+    found, counts = _with_results(rows, False, counts)
     if found is None or (found.verdict.rule is not None and not found.verdict.own_targets):
         return None
     verdict = found.verdict
     if verdict.rule is not None:
-        verdict = _confirmed_closer(rows, found, few, together, with_gradients)
+        verdict = _confirmed_closer(rows, found, counts, with_gradients)
     if verdict.rule is None and not verdict.undecided:
         return None
-    return replace(verdict, single_rows=False) if few is together else verdict
+    return _of_parts(verdict, counts)
 
 
-def _with_results(
-    rows: FewRows, trust: bool, counts: list[int], few: list[int], together: list[int]
-) -> tuple[Found | None, list[int]]:
-    """What the results of as many of `counts` rows as fit show; `few`, or `together` where no row may be single."""
+def _with_results(rows: FewRows, trust: bool, counts: RowCounts) -> tuple[Found | None, RowCounts]:
+    """What the results show, and on how many rows to look closer."""
     run = partial(by_results, rows, trust)
-    found = with_rows_that_fit(counts, run)
+    found = with_rows_that_fit(counts.results, run)
     if found is not None and found.single_row_differs:
-        in_larger_parts = with_rows_that_fit(together, run)
+        in_larger_parts = with_rows_that_fit(counts.together, run)
         if in_larger_parts is None or not in_larger_parts.failed:
-            return in_larger_parts, together
-    return found, few
+            return in_larger_parts, counts.in_larger_parts()
+    return found, counts
 
 
-def _confirmed_closer(
-    rows: FewRows, found: Found, few: list[int], together: list[int], with_gradients: bool
-) -> Verdict:
+def _confirmed_closer(rows: FewRows, found: Found, counts: RowCounts, with_gradients: bool) -> Verdict:
     """A verdict that allows a split, or the one that refuses it after a closer look."""
     verdict = found.verdict
     how = replace(found.how, light=not verdict.drew)
@@ -324,7 +309,7 @@ def _confirmed_closer(
     gradients, telling = None, Telling(verdict.units == "rows", bool(found.closed_hinges))
     if with_gradients:
         # a graph needs more memory than the runs of a check without one
-        gradients = _in_parts_that_run(few, together, partial(_by_gradients, rows, how, telling))
+        gradients = _in_parts_that_run(counts, partial(_by_gradients, rows, how, telling))
     left_open = gradients is not None and gradients.reason in (OPEN, NO_NUMBER) and verdict.units != "calls"
     left_open = left_open or (gradients is not None and gradients.reason == FLAT)
     if gradients is not None and gradients.rule is None and (not gradients.undecided or left_open):
@@ -332,9 +317,9 @@ def _confirmed_closer(
     if gradients is None:
         return replace(verdict, calls=0)
     nothing = verdict.one_part or gradients.one_part or gradients.reason in (OPEN, NO_NUMBER)
-    if nothing and found.rows < _ROWS_OF_GROUPS:
+    if nothing and found.rows < ROWS_OF_GROUPS:
         # the other part was the whole, whatever the forward makes of its rows
-        more = with_rows_that_fit([_ROWS_OF_GROUPS], partial(by_results, rows, False))
+        more = with_rows_that_fit([ROWS_OF_GROUPS], partial(by_results, rows, False))
         if more is not None and not more.failed and more.verdict.rule is None and not more.verdict.undecided:
             return more.verdict
     if contradict(verdict, gradients):
@@ -355,10 +340,10 @@ def _by_gradients(rows: FewRows, how: Runs, telling: Telling, count: int) -> Ver
     return found
 
 
-def _in_parts_that_run(few: list[int], together: list[int], run: Callable[[int], Verdict | None]) -> Verdict | None:
-    """What `run` returns on `few` rows, or where the forward fails on a single row, on rows that are never single."""
-    verdict = with_rows_that_fit(few, run)
-    if verdict is not None or few is together:
+def _in_parts_that_run(counts: RowCounts, run: Callable[[int], Verdict | None]) -> Verdict | None:
+    """What `run` returns with a graph, or where the forward fails on a single row, where no part is one."""
+    verdict = with_rows_that_fit(counts.gradients, run)
+    if verdict is not None or not counts.may_be_single:
         return verdict
-    verdict = with_rows_that_fit(together, run)
+    verdict = with_rows_that_fit(counts.together, run)
     return None if verdict is None else replace(verdict, single_rows=False)
