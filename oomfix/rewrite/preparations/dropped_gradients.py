@@ -7,7 +7,7 @@ and `generator.zero_grad()` ahead of the generator's own backward drops them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from oomfix.rewrite.dataflow.liveness import names_bound, names_read, nodes_of_scope_body
@@ -20,10 +20,11 @@ from oomfix.rewrite.facts.scale import reads_gradients
 from oomfix.script import Forward, TrainingLoop
 from oomfix.script.facts.trace import Backward
 from oomfix.script.syntax.edits import Edit
-from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.names import last_name, path_of, unpacked
 from oomfix.script.syntax.nodes import arguments_of, walk
 
 _JOINING = frozenset({"cat", "concat", "concatenate"})
+_KEEPING = frozenset("append appendleft extend insert update add put push store".split())
 
 
 class Dropped(NamedTuple):
@@ -94,12 +95,12 @@ class _Samples(NamedTuple):
     """What a network is run for ahead of a loss of another one.
 
     Attributes:
-        name: what holds them.
+        names: what holds them, alone or joined with others.
         network: the path of the network.
         between: the statements from there up to the backward.
     """
 
-    name: str
+    names: frozenset[str]
     network: str
     between: Sequence[ast.stmt]
 
@@ -109,12 +110,20 @@ class _Samples(NamedTuple):
         made, block = reading.blocks.statement_of(forward.node), reading.blocks.block_of(backward)
         if made not in block or forward.path is None or not isinstance(made, ast.Assign):
             return None
-        if len(made.targets) != 1 or not isinstance(made.targets[0], ast.Name) or made.value is not forward.node:
+        parts = [part for target in made.targets for part in unpacked(target)]
+        names = [part.id for part in parts if isinstance(part, ast.Name)]
+        if len(made.targets) != 1 or len(names) != len(parts) or made.value is not forward.node:
             return None
-        name, between = made.targets[0].id, block[block.index(made) + 1 : block.index(backward)]
-        if any(name in names_bound(one) or reads_gradients(one) or keeps_gradients(one) for one in between):
+        between = block[block.index(made) + 1 : block.index(backward)]
+        if any(reads_gradients(one) or keeps_gradients(one) for one in between):
             return None
-        return cls(name, forward.path, between)
+        for one in between:
+            if (name := _other_name(one, names)) is not None:
+                names.append(name)
+        bound = [name for one in between for name in names_bound(one) if name in names]
+        if len(bound) + len(parts) != len(names):
+            return None
+        return cls(frozenset(names), forward.path, between)
 
     def without_graph(self, loss: ast.expr, cut: set[int], reading: Reading) -> list[Edit] | None:
         """The edits that take the graph off the samples wherever they are read up to the backward; None if some stay.
@@ -128,9 +137,10 @@ class _Samples(NamedTuple):
             reading: the script.
         """
         given = {id(argument) for one in reading.script.trace.forwards.values() for argument in one.given}
-        nodes = (node for statement in self.between for node in walk(statement))
+        others = [one for one in self.between if _other_name(one, self.names) is None]
+        nodes = (node for statement in others for node in walk(statement))
         edits: list[Edit] = []
-        for read in (node for node in nodes if isinstance(node, ast.Name) and node.id == self.name):
+        for read in (node for node in nodes if isinstance(node, ast.Name) and node.id in self.names):
             if any(id(one) in cut for one in reading.blocks.ancestors(read)):
                 continue
             if id(read) in given or _is_joined(read, given, reading):
@@ -153,17 +163,41 @@ class _Samples(NamedTuple):
             call = next(reading.blocks.ancestors(call))
         if not isinstance(call, ast.Call) or read is call.func or last_name(call).endswith("_"):
             return False
-        made = {self.name}
+        if isinstance(next(reading.blocks.ancestors(call)), ast.Expr) or _may_keep(call, reading):
+            return False
+        made = set(self.names)
         for statement in self.between:
             if names_read(statement) & made:
                 made |= names_bound(statement)
-        if names_read(call) & made != {self.name}:
+        if names_read(call) & made != {read.id}:
             return False
         scope = reading.blocks.scope_of(read)
         nodes = () if scope is None else nodes_of_scope_body(scope)
-        later = (one for one in nodes if isinstance(one, ast.Name) and one.id in made - {self.name, path_of(loss)})
+        later = (one for one in nodes if isinstance(one, ast.Name) and one.id in made - {*self.names, path_of(loss)})
         used = (one for one in later if isinstance(one.ctx, ast.Load) and one.lineno > loss.lineno)
         return all(is_read_without_graph(one, reading.blocks) for one in used)
+
+
+def _may_keep(call: ast.Call, reading: Reading) -> bool:
+    """Whether a function in sight that a call runs may keep what it is given beyond the call."""
+    nodes = (node for function in reading.calls_run.functions([call]) for node in walk(function))
+    return any(
+        (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store))
+        or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr != "requires_grad")
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and last_name(node.value) in _KEEPING)
+        for node in nodes
+    )
+
+
+def _other_name(statement: ast.stmt, names: Collection[str]) -> str | None:
+    """`pairs` of `pairs = torch.cat([images, samples], 1)`, which does nothing else than to hold samples as well."""
+    match statement:
+        case ast.Assign([ast.Name(name)], ast.Name(held)) if held in names:
+            return name
+        case ast.Assign([ast.Name(name)], ast.Call(_, [ast.List(parts) | ast.Tuple(parts), *_]) as call):
+            held_too = any(isinstance(part, ast.Name) and part.id in names for part in parts)
+            return name if held_too and last_name(call) in _JOINING else None
+    return None
 
 
 def _is_joined(node: ast.Name, given: set[int], reading: Reading) -> bool:

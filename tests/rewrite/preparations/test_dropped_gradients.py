@@ -63,6 +63,88 @@ def test_samples_joined_with_others_lose_their_graph_too():
     assert "torch.cat([real, fake.detach()])" in after.text
 
 
+@pytest.mark.parametrize(
+    ("made", "held", "judged"),
+    [
+        ("fake = gen(torch.randn(len(real), 2))", "pairs = torch.cat([real, fake])", "pairs"),
+        ("fake = gen(torch.randn(len(real), 2))", "pairs = torch.cat((fake, fake.new_zeros(6, 4)), 0)", "pairs"),
+        ("fake = gen(torch.randn(len(real), 2))", "pairs = fake", "pairs"),
+        ("fake, more = pair(torch.randn(len(real), 2))", "pass", "fake"),
+        ("fake, more = pair(torch.randn(len(real), 2))", "pairs = torch.cat([real, fake]); wide = pairs", "wide"),
+    ],
+)
+def test_samples_lose_their_graph_under_other_names_too(made, held, judged):
+    text = gan(seen=judged).replace(
+        "fake = gen(torch.randn(len(real), 2))", f"{made}\n    {held}".replace("; ", "\n    ")
+    )
+    text = text.replace("output = disc(fake)", f"output = disc({judged})").replace(
+        "loss_g = criterion(output, torch.ones_like(output))",
+        "loss_g = criterion(output, torch.ones_like(output)) + (fake - real).abs().mean()",
+    )
+    text = text.replace(
+        "criterion = nn",
+        "class Pair(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.net = gen\n"
+        "    def forward(self, x):\n        return self.net(x), x\npair = Pair()\ncriterion = nn",
+    )
+    if "pair(" in made:
+        text = text.replace("gen.zero_grad()", "opt_gen.zero_grad()").replace("gen.parameters()", "pair.parameters()")
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["micro-batched"], after.loops
+    assert f"disc({judged}.detach())" in after.text and "retain_graph" not in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    split = rewritten(text, micro_batches=3, precision="fp32")
+    assert parts_as_whole(text, split.text, split.text) == 6
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        "pairs = torch.cat([real, fake * 2])",
+        "pairs = torch.cat([real, fake])\n    pairs = pairs + 1",
+        "pairs = other = torch.cat([real, fake])",
+        "pairs = torch.cat([real, fake])\n    kept.append(pairs)",
+    ],
+)
+def test_samples_that_go_on_in_another_way_keep_their_graph(held):
+    text = gan(seen="pairs").replace("disc_real = disc(real)", f"{held}\n    disc_real = disc(real)")
+    after = rewritten(text.replace("output = disc(fake)", "output = disc(pairs)"))
+    assert "disc(pairs)" in after.text and "retain_graph=True" in after.text
+
+
+KEEPING = """
+kept = []
+
+class Box:
+    def put(self, x):
+        self.got = x
+        return x.mean()
+
+    def note(self, x):
+        kept.append(x)
+        return x.mean()
+
+box = Box()
+criterion = nn"""
+
+
+@pytest.mark.parametrize(
+    ("keep", "judged"),
+    [
+        ("kept.append(fake)", "kept[-1]"),
+        ("box.put(fake)", "box.got"),
+        ("mean = box.put(fake)", "box.got"),
+        ("mean = box.note(x=fake)", "kept[-1]"),
+    ],
+)
+def test_samples_that_something_keeps_for_the_other_loss_keep_their_graph(keep, judged):
+    text = gan().replace("output = disc(fake)", f"output = disc({judged})")
+    text = text.replace("    disc_real = disc(real)", f"    {keep}\n    disc_real = disc(real)")
+    text = text.replace("\ncriterion = nn", KEEPING)
+    after = rewritten(text)
+    assert ".detach()" not in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
 ENCODED = {
     "opt_disc = torch": "enc = nn.Linear(4, 2)\nopt_enc = torch.optim.SGD(enc.parameters(), lr=0.1)\nopt_disc = torch",
     "fake = gen(torch.randn(len(real), 2))": "code = enc(real)\n    fake = gen(code)",
