@@ -27,6 +27,11 @@ from oomfix.rewrite.facts.skipped_batches import body_of_skip, skips_if_diverged
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import is_remark
 
+_MADE = frozenset(
+    "list dict defaultdict OrderedDict tensor zeros ones empty full zeros_like ones_like empty_like full_like "
+    "new_tensor new_zeros new_ones new_empty new_full".split()
+)
+
 
 class Between:
     """Places what is not part of a slice ahead of its function or behind the call.
@@ -297,12 +302,11 @@ def _is_for_nobody(statement: ast.stmt, behind: list[ast.stmt]) -> bool:
 
 
 def is_start(statement: ast.stmt) -> bool:
-    """`loss = 0`, `a, b = [], {}`, `loss = torch.zeros(1, device=device)`."""
+    """`loss = 0`, `a, b = [], {}`, `loss = torch.zeros(1, device=device)`, `out = torch.zeros_like(x)`."""
     if not isinstance(statement, ast.Assign):
         return False
     calls = list(calls_in(statement.value))
-    made = ("list", "dict", "zeros", "ones", "empty", "full", "tensor", "defaultdict", "OrderedDict")
     passing = ("to", "cuda", "float", "Variable", "is_available", "len", "size")
-    if not all(last_name(call) in (*made, *passing) for call in calls):
+    if not all(last_name(call) in (*_MADE, *passing) for call in calls):
         return False
-    return any(last_name(call) in made for call in calls) or not names_read(statement.value)
+    return any(last_name(call) in _MADE for call in calls) or not names_read(statement.value)

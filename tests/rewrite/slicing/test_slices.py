@@ -383,3 +383,20 @@ def test_a_number_of_the_first_row_is_read_of_the_whole_batch_as_before():
         """)
     assert forms == [("micro-batched", None)]
     assert text.index("target = batch") < text.index("def forward(")
+
+
+@pytest.mark.parametrize("start", ["torch.zeros_like(x[:, :2])", "x.new_zeros(len(x), 2)"])
+def test_a_sum_over_several_runs_of_a_network_starts_in_the_slice(start):
+    text = assert_trains_the_same(f"""\
+        for x, y in loader:
+            out = {start}
+            for sample in range(3):
+                out += model(x)
+            out /= 3
+            loss = F.cross_entropy(out, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+        """)
+    assert text.index("def forward(") < text.index("    out = ")
