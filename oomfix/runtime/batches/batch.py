@@ -15,6 +15,7 @@ from oomfix.runtime.batches.sample_dims import (
     Reading,
     as_it_was,
     dim_of,
+    folded,
     is_open,
     samples_behind_steps,
     samples_first,
@@ -57,6 +58,8 @@ class Batch:
         """Number of samples; 1 where nothing in the batch has samples to count."""
         if self._size is None and self._reading == "steps":
             self._size, self._steps = self._behind_steps()
+        elif self._size is None and self._reading == "folded":
+            self._size, self._steps = folded(self.tensors()) or (1, 0)
         elif self._size is None:
             sizes = [size for node in (*self.args, *self.kwargs.values()) for size in _votes(node)]
             # of what there is one only all samples have the same, unless the input is a single sample
@@ -75,7 +78,8 @@ class Batch:
     def reading(self) -> Reading:
         """Whether lists of tensors of one length are taken for samples, or for views of all samples (agents, crops).
 
-        Or dimension 0 of tensors is taken for time steps, and the samples stand behind these.
+        Or dimension 0 of tensors is taken for time steps, and the samples stand behind these; or for all steps of one
+        sample after the other.
         """
         return self._reading if self.size and self._reading is not None else "samples"
 
@@ -86,6 +90,8 @@ class Batch:
         of_lists: list[Reading] = ["samples", "views"] if self.may_hold_views else ["samples"]
         if self._may_have_steps_first():
             of_lists.append("steps")
+        if folded(self.tensors()) is not None:
+            of_lists.append("folded")
         return [reading for reading in of_lists if reading != self.reading]
 
     @property
@@ -101,6 +107,7 @@ class Batch:
         """Take the batch for what it may be."""
         if self._given_size is None:
             is_other = reading == "steps" and samples_behind_steps(self.tensors()) is None
+            is_other = is_other or (reading == "folded" and folded(self.tensors()) is None)
             self._size, self._reading, self.whole = None, "samples" if is_other else reading, frozenset()
 
     def _behind_steps(self) -> tuple[int, int]:
@@ -187,6 +194,8 @@ class Batch:
             return None
         if isinstance(node, torch.Tensor) and self.reading == "steps":
             return dim_of(node, self.size, self._steps)
+        if isinstance(node, torch.Tensor) and self.reading == "folded" and _length(node) == self.size * self._steps:
+            return "folded"
         return "first" if _length(node) == self.size else None
 
     def samples_first(self, tensors: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
@@ -196,7 +205,7 @@ class Batch:
         """
         own = self.tensors()
         given = own if tensors is None else list(tensors)
-        if self.reading != "steps" or len(own) != len(given):
+        if self.reading not in ("steps", "folded") or len(own) != len(given):
             return given
         dims = [self._dim(tensor) for tensor in own]
         return [self._turned(*pair) for pair in zip(given, dims, strict=True)]

@@ -1,16 +1,18 @@
 """Where the samples of a tensor stand: in its first dimension, or behind time steps, as recurrent networks take them.
 
 `nn.LSTM`, `nn.GRU` and `nn.Transformer` take [steps, samples, ...] unless they are told otherwise. Targets of all steps
-are often flat then, [steps * samples], and lengths, masks of padding and classes have their samples first.
+are often flat then, [steps * samples], and lengths, masks of padding and classes have their samples first. Where inputs
+are [samples, steps], flat targets are folded: [samples * steps], the steps of a sample side by side.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
-Reading = Literal["samples", "views", "steps"]
-Dim = Literal["first", "second", "flat"]
+Reading = Literal["samples", "views", "steps", "folded"]
+Dim = Literal["first", "second", "flat", "folded"]
 
 
 def samples_behind_steps(tensors: Sequence[torch.Tensor]) -> int | None:
@@ -43,6 +45,17 @@ def dim_of(tensor: torch.Tensor, samples: int, steps: int) -> Dim | None:
     return "flat" if tensor.shape[0] == samples * steps else None
 
 
+def folded(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """How many samples a batch of these tensors has, and rows of each in what is folded; None where nothing is."""
+    told = [tensor for tensor in tensors if not tensor.is_nested and tensor.dim()]
+    shape = next((tensor.shape for tensor in told if tensor.dim() > 1), None)
+    if shape is None or shape[0] < 2:
+        return None
+    per_sample = (rows for rows in (shape[1], math.prod(shape[2:])) if rows > 1)
+    rows = next((rows for rows in per_sample if any(len(tensor) == shape[0] * rows for tensor in told)), None)
+    return None if rows is None else (shape[0], rows)
+
+
 def is_open(tensor: torch.Tensor, samples: int) -> bool:
     """Whether both dimensions may have the samples."""
     return not tensor.is_nested and tensor.dim() > 1 and tensor.shape[0] == tensor.shape[1] == samples
@@ -52,6 +65,8 @@ def samples_first(tensor: torch.Tensor, dim: Dim, samples: int) -> torch.Tensor:
     """A view [samples, ...] of `tensor`."""
     if dim == "first":
         return tensor
+    if dim == "folded":
+        return tensor.view(samples, len(tensor) // samples, *tensor.shape[1:])
     return (tensor if dim == "second" else tensor.view(-1, samples, *tensor.shape[1:])).transpose(0, 1)
 
 
@@ -59,6 +74,8 @@ def as_it_was(rows: torch.Tensor, dim: Dim) -> torch.Tensor:
     """Some rows of `samples_first` in the order of the tensor that they are of; a copy, unless samples came first."""
     if dim == "first":
         return rows
+    if dim == "folded":
+        return rows.flatten(0, 1)
     turned = rows.transpose(0, 1).contiguous()
     return turned if dim == "second" else turned.flatten(0, 1)
 

@@ -43,6 +43,7 @@ _READINGS = {
     "samples": "with a sample in each entry of its lists",
     "views": "with the tensors in its lists cut into samples",
 }
+_BY_SHAPE = ("steps", "folded")
 
 
 def check(
@@ -103,14 +104,14 @@ def _read_otherwise(
     """The verdict on what else the batch may be, if that allows a split; `verdict`: that on what it was taken for."""
     size, reading = batch.size, batch.reading
     for another in batch.other_readings():
-        if another == "steps" and verdict.reason in (NOTHING, OPEN):
+        if another in _BY_SHAPE and verdict.reason in (NOTHING, OPEN):
             continue  # few rows, which have not shown that they depend on each other
         batch.read(another)
         rows = math.ceil(most_rows * batch.size / size)
         other = _as_read(FewRows(forward, batch, modules), rows, False, None, with_gradients)
         if other.rule is not None:
             return other
-        if "steps" not in (another, reading):
+        if another not in _BY_SHAPE and reading not in _BY_SHAPE:
             reason = f"{_READINGS[reading]}, {verdict.reason}; {_READINGS[another]}, {other.reason}"
             reason = verdict.reason if other.reason == verdict.reason else reason
             verdict = replace(verdict, reason=reason, undecided=verdict.undecided or other.undecided)
