@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from oomfix.profile.command import profile
 from oomfix.profile.refusals import CannotSimulate
 from oomfix.profile.run import run as simulate
 from oomfix.profile.text import lines
+from tests.starter import WITH_TORCH, Request
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -114,32 +116,6 @@ SOURCES = {
 BUDGETS_GIB = {"large": 5, "recovering": 2}
 
 
-# every run is a process of its own, forked from one that has torch imported: that takes longer than most runs
-FORK_SERVER = """
-import json, os, sys
-import torch._dynamo
-from oomfix.profile import run
-
-def start(name, arguments):
-    child = os.fork()
-    if child == 0:
-        log = os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os._exit(run.main(arguments))
-    return child
-
-waiting, running, codes = list(json.loads(sys.argv[1]).items()), {}, {}
-while waiting or running:
-    while waiting and len(running) < 2:
-        name, arguments = waiting.pop(0)
-        running[start(name, arguments)] = name
-    child, status = os.wait()
-    codes[running.pop(child)] = os.waitstatus_to_exitcode(status)
-print(json.dumps(codes))
-"""
-
-
 @dataclass
 class Run:
     code: int
@@ -149,7 +125,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Every run, started two at a time before the first one is asked for."""
+    """Runs by their names, each once and in a process of its own."""
     folder = tmp_path_factory.mktemp("runs")
     commands = dict(RUNS)
     for name, source in SOURCES.items():
@@ -159,17 +135,20 @@ def runs(tmp_path_factory):
             str(folder / f"{name}.py"),
         ]
 
-    jobs = {name: ["--output", str(folder / f"{name}.json"), *command] for name, command in commands.items()}
     settings = ("OOMFIX_PRESET", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     environment = {name: value for name, value in os.environ.items() if name not in settings}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    starter = [sys.executable, "-W", "ignore", "-c", FORK_SERVER, json.dumps(jobs)]
-    codes = json.loads(subprocess.run(starter, cwd=folder, env=environment, stdout=subprocess.PIPE, timeout=280).stdout)
 
+    @cache
     def result(name: str) -> Run:
-        output = folder / f"{name}.json"
+        output, log = folder / f"{name}.json", folder / f"{name}.log"
+        arguments = ["--output", str(output), *commands[name]]
+        request = Request("oomfix.profile.run", arguments, environment, str(folder))
+        with log.open("wb") as said, open(os.devnull, "rb") as nothing:
+            files = [nothing.fileno(), said.fileno(), said.fileno()]
+            code = WITH_TORCH.run(request, files, limit_s=280)
         found = json.loads(output.read_text()) if output.exists() else None
-        return Run(codes[name], found, (folder / f"{name}.log").read_text())
+        return Run(code, found, log.read_text())
 
     return result
 
