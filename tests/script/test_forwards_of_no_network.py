@@ -220,3 +220,29 @@ DETECTED = """
 def test_a_detector_turns_gradients_off_by_itself(report, imported, made, options, found):
     code = DETECTED.format(imported=imported, name="detector", made=made, options=options)
     assert report(code) == found
+
+
+DRAWN = """
+    import torch
+
+    def validate(tools, loader):
+        for x, y in loader:
+            print(tools.{name}(x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("drawModel", []),
+        ("draw_model", []),
+        ("visualize_net", []),
+        ("visualiseModel", []),
+        ("profile_model", []),
+        ("benchmark_backbone", []),
+        ("drawing_model", [("OOM201", 5)]),
+        ("score_model", [("OOM201", 5)]),
+    ],
+)
+def test_what_is_done_with_a_network_is_none(report, name, found):
+    assert report(DRAWN.format(name=name)) == found

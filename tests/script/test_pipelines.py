@@ -39,6 +39,39 @@ def test_a_network_does_not(report, imported, made):
     assert report(PAINTED.format(imported=imported, made=made)) == [("OOM201", 7)]
 
 
+DETECTED = """
+    import torch
+    {imported}
+    from networks import Net
+
+    class Judge:
+        def __init__(self):
+            self.model = Net().cuda()
+            self.model.eval()
+
+    def main(frames):
+        model = {made}
+        for frame in frames:
+            print(model(frame))
+"""
+
+
+@pytest.mark.parametrize(
+    ("imported", "made", "found"),
+    [
+        ("from ultralytics import YOLO", "YOLO('small.pt')", []),
+        ("from ultralytics import YOLO, SAM", "SAM('small.pt').to('cuda')", []),
+        ("import ultralytics", "ultralytics.RTDETR('small.pt')", []),
+        ("from facenet_pytorch import MTCNN", "MTCNN(keep_all=True, device='cuda')", []),
+        ("import yolov5", "yolov5.load('small.pt')", []),
+        ("from facenet_pytorch import InceptionResnetV1", "InceptionResnetV1()", [("OOM201", 13)]),
+        ("from project.models import YOLO", "YOLO()", [("OOM201", 13)]),
+    ],
+)
+def test_a_detector_of_a_library_turns_gradients_off_itself(report, imported, made, found):
+    assert report(DETECTED.format(imported=imported, made=made)) == found
+
+
 WEIGHTS = """
     import torch
     from torchvision.models.detection import fasterrcnn_resnet50_fpn, FasterRCNN_ResNet50_FPN_Weights

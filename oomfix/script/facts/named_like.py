@@ -88,7 +88,8 @@ _VERB = Pattern(
     r"wrap|unwrap|configure|validation|training|on|clone|move|merge|fuse|prune|quantize|shard|consolidate|push|upload|"
     r"download|fetch|import|find|remove|delete|replace|patch|check|is|has|describe|adapt|construct|compare|inspect|"
     r"sample|generate|exec|pretrain|fine_?tune|append|insert|pop|store|dump|unload|watch|serialize|instantiate|"
-    r"broadcast|draw|visuali[sz]e|display|profile|benchmark|parse|call|debug|analy[sz]e)"
+    r"broadcast|draw|visuali[sz]e|display|report|examine|analy[sz]e|explain|profile|benchmark|measure|parse|read|call|"
+    r"debug|deploy|launch|dispatch)"
     r"(_|$|(?-i:[A-Z]))",
     re.IGNORECASE,
 )

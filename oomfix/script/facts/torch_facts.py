@@ -63,7 +63,9 @@ _TRANSFORM = Pattern(
 )
 _PIPELINE = Pattern(r"(^|\.)\w*Pipeline\.from_\w+$|^diffusers\.(\w+\.)*\w*Pipeline$|^transformers\.pipeline$")
 """Pipelines from a network's hub, which turn gradients off by themselves."""
-_DETECTOR = Pattern(r"^ultralytics\.(\w+\.)*(YOLO\w*|RTDETR|SAM|FastSAM|NAS)$")
+_DETECTOR = Pattern(
+    r"^ultralytics\.(\w+\.)*(YOLO\w*|RTDETR|SAM|FastSAM|NAS)$|^yolov5\.load$|^facenet_pytorch\.(\w+\.)*MTCNN$"
+)
 """Detectors that turn gradients off by themselves."""
 _LOSS_CLASS = Pattern(r"(Loss|Criterion)\w{0,6}$|^Loss|^Criterion|^LabelSmooth")
 _LOSSES_ELSEWHERE = "gpytorch.mlls."
