@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
@@ -30,15 +28,28 @@ def is_terminal(stream: TextIO) -> bool:
 
 def columns(stream: TextIO | None) -> int | None:
     """The columns of a terminal; None where the stream is none, or closed."""
-    return None if stream is None or not stream.isatty() else shutil.get_terminal_size().columns
+    if stream is None or not stream.isatty():
+        return None
+    # imported here, as textwrap is: only a terminal needs them, and they bring several modules of their own
+    import shutil
+
+    return shutil.get_terminal_size().columns
 
 
 def broken(line: str, width: int | None) -> list[str]:
     """A line in parts of `width` columns, no word broken, the later ones indented by four more; None: in one."""
     if width is None or len(line) <= width:
         return [line]
+    import textwrap
+
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _wrapped(sentence: str, width: int) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(sentence, width, break_long_words=False) or [""]
 
 
 def write_lines(lines: Iterable[str]) -> None:
@@ -97,7 +108,7 @@ def write_table(rows: Sequence[tuple[str, ...]], stream: TextIO) -> None:
         indent, room = len(_BELOW), _columns_left(stream, len(_BELOW), _LEAST_COLUMN)
         heads = [f"{head.rstrip()}\n{_BELOW}" for head in heads]
     for row, head in zip(rows, heads, strict=True):
-        tail = [row[-1]] if room is None else textwrap.wrap(row[-1], room, break_long_words=False) or [""]
+        tail = [row[-1]] if room is None else _wrapped(row[-1], room)
         stream.write(head + ("\n" + " " * indent).join(tail) + "\n")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from oomfix.rules.base import Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-from oomfix.script.fixes.amp_edits import AmpRewriter
 from oomfix.script.fixes.amp_names import AmpImport, AmpNames, AmpUse, Role, renamed
 
 
@@ -56,6 +55,9 @@ class DeprecatedAmp(Rule):
         names = AmpNames(script.source)
         if not names.imports and not names.uses:
             return
+        # imported here: most scripts have nothing to replace
+        from oomfix.script.fixes.amp_edits import AmpRewriter
+
         rewriter = AmpRewriter(script.source, names, script.target_torch)
         reported: list[AmpImport | AmpUse] = [*names.imports]
         reported += [use for use in names.uses if _is_reported(use) and not names.prefers_new(use)]

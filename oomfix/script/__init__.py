@@ -70,7 +70,7 @@ class Place(NamedTuple):
     end_column: int
 
 
-@dataclass
+@dataclass(eq=False)
 class Script:
     """A training script, read.
 

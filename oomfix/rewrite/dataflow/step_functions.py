@@ -10,7 +10,7 @@ from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.trace import Site
 
 
-@dataclass
+@dataclass(eq=False)
 class StepFunction(TrainingLoop):
     """Such a function, as the loop around its calls: `node` stands in no file, but its body is the function's.
 

@@ -76,7 +76,7 @@ class Site:
         return [] if self.branch is None else [side for side in _sides(self.branch) if self.statement not in side]
 
 
-@dataclass
+@dataclass(eq=False)
 class Lift:
     """A slice that can become a function. Statements are in program order.
 

@@ -41,7 +41,7 @@ class Lifted(NamedTuple):
         return "micro-batched" if self.reason is None else "in-place"
 
 
-@dataclass
+@dataclass(eq=False)
 class Verdict:
     """What becomes of a loop.
 

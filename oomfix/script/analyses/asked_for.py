@@ -38,9 +38,9 @@ def where_graph_ends(forward: Forward, trace: Trace) -> Forward:
     for depth, (function, call) in enumerate(zip(site.functions, called, strict=False)):
         named = function.evaluates and not function.acts
         if named or forward.origin not in trace.given_back.get(id(call), {forward.origin}):
-            return replace(forward, node=node, site=replace(site, functions=site.functions[depth:]))
+            return replace(forward, node=node, site=site._replace(functions=site.functions[depth:]))
         node = call
-    return replace(forward, node=node, site=replace(site, functions=site.functions[-1:]))
+    return replace(forward, node=node, site=site._replace(functions=site.functions[-1:]))
 
 
 def _at_caller(forward: Forward, calls: dict[int, ast.Call], shared: set[Hashable]) -> Forward:
@@ -49,7 +49,7 @@ def _at_caller(forward: Forward, calls: dict[int, ast.Call], shared: set[Hashabl
     called = [forward.node, *(calls[step] for step in reversed(forward.site.way) if step in calls)]
     for depth, node in enumerate(called):
         if id(node) not in shared:
-            return replace(forward, node=node, site=replace(forward.site, functions=functions[depth:]))
+            return replace(forward, node=node, site=forward.site._replace(functions=functions[depth:]))
         if depth == len(functions) or not _is_of_network(functions[depth]):
             break
     return forward

@@ -9,7 +9,7 @@ from typing import Any
 from oomfix.script.facts.trace import Backward, Forward, Guard, Loop, Step
 
 
-@dataclass
+@dataclass(eq=False)
 class Window:
     """Gradient accumulation: a step every `size` iterations.
 
@@ -27,7 +27,7 @@ class Window:
     """An alternative in the decision lets the step through at the end of the epoch."""
 
 
-@dataclass
+@dataclass(eq=False)
 class TrainingLoop:
     """The innermost batch loop whose iterations run a backward, with its events in program order."""
 

@@ -54,7 +54,7 @@ _HOLDING_NUMBERS = frozenset(
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Hints:
     """Evidence from one walk over the file, by the path as it is written."""
 

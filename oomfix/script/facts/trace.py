@@ -36,8 +36,7 @@ def exclude_each_other(first: tuple[Guard, ...], second: tuple[Guard, ...]) -> b
     return any(sides.get(id(guard.statement), guard.value) is not guard.value for guard in second)
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """Where and under what an event happens, on one way through the script."""
 
     functions: tuple[Function, ...]
@@ -207,7 +206,7 @@ class Clip(Event):
     gradients: frozenset[str]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Keep:
     """A value is added to, or put into, something that was there before."""
 
@@ -229,7 +228,7 @@ class Keep:
     """Its target is returned to a caller out of sight, which may backpropagate it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ModuleAttribute:
     """A module's forward stores a value with its graph on the module: one graph lives until the next forward."""
 
@@ -250,7 +249,7 @@ class Carry(NamedTuple):
     """The origin of that forward."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Trace:
     """Everything that happened, over all ways through the script."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import replace
 
 from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.trace import Carry, Forward, Loop, Site
@@ -86,7 +85,7 @@ class Forwards(Networks):
         for statement in method.nodes:
             if isinstance(statement, ast.With) and any(_is_autocast(item.context_expr) for item in statement.items):
                 autocast = autocast or "unknown"
-        return replace(site, autocast=autocast)
+        return site._replace(autocast=autocast)
 
     def _is_discarded(self, node: ast.Call) -> bool:
         statement = self.statement

@@ -19,7 +19,7 @@ Bound = tuple[dict[Path, Any], dict[Path, Any]]
 _WITH_BINDINGS = (ast.Name, ast.Attribute)
 
 
-@dataclass
+@dataclass(eq=False)
 class Asked:
     """A test where it is reached, and the bindings that it asks there."""
 

@@ -130,7 +130,7 @@ class Names(Layer[str, Binding]):
                 layer = layer._parent
 
 
-@dataclass
+@dataclass(eq=False)
 class State:
     """One point on one way through the script."""
 
