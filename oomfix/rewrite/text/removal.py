@@ -26,14 +26,14 @@ _END_OF_STATEMENTS = Pattern(r"[ \t]*(#|\r|\n|$)")
 def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
     """The edit that takes out a statement that resets gradients, updates a loss scale or divides a loss.
 
-    With it goes a comment above that speaks of nothing else, and one of two blank lines that would meet. A block left
-    empty gets `pass`.
+    With it go a comment above that speaks of nothing else, the lines that its own comment goes on in, and one of two
+    blank lines that would meet. A block left empty gets `pass`.
     """
     own = layout.own_lines(statement)
     if own is None or len(block) == 1:
         return _without_neighbours(layout, statement, block)
     lines = layout.source.lines
-    first, last = own
+    first, last = own.first, _last_of_comment(layout, statement, own.last)
     if first >= 2 and _is_about(lines[first - 2]) and not (first >= 3 and _is_in_words(lines[first - 3])):
         first -= 1
     above = lines[first - 2].strip() if first >= 2 else ""
@@ -46,6 +46,19 @@ def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
     elif statement is block[-1] and not above and parted:
         first -= 1
     return Edit(*layout.whole(own._replace(first=first, last=last)), "")
+
+
+def _last_of_comment(layout: Layout, statement: ast.stmt, last: int) -> int:
+    """The last line of the comment behind a statement, which goes on in lines that are indented deeper than it."""
+    lines, margin = layout.source.lines, layout.margin(statement)
+    end = bounds(layout.source, statement)[1]
+    if "#" not in layout.source.text[end : layout.source.line_starts[last - 1] + len(lines[last - 1])]:
+        return last
+    while last < len(lines) and lines[last].startswith((f"{margin} ", f"{margin}\t")):
+        if not lines[last].lstrip().startswith("#"):
+            break
+        last += 1
+    return last
 
 
 def _without_neighbours(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:

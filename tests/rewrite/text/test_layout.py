@@ -221,6 +221,20 @@ def test_a_comment_on_a_reset_goes_with_it_below_code_that_is_commented_out():
     assert "clear the" in loop_of(body.format(above="# As in the paper:"))
 
 
+def test_a_comment_that_goes_on_below_a_reset_goes_with_it():
+    text = loop_of("""\
+        for x, y in loader:
+            optimizer.zero_grad()  # gradients of the last iteration
+                                   # would be added to otherwise
+            # what the network gives
+            out = model(x)
+            loss = F.cross_entropy(out, y)
+            loss.backward()
+            optimizer.step()
+        """)
+    assert "would be added" not in text and "# what the network gives" in text
+
+
 def test_a_form_feed_in_front_of_a_statement_is_no_part_of_its_margin():
     text = loop_of("""\
         for x, y in loader:
