@@ -81,3 +81,52 @@ def test_a_forward_that_differentiates_is_evaluated_with_gradients_on(report):
         validate(Energy(), loader)
     """
     assert report(code) == []
+
+
+RESIDUAL = """
+    import torch
+
+    def residual_loss(model, x, edge):
+        x = x.requires_grad_(True)
+        u = model(x)
+        slope = torch.autograd.grad(u.sum(), x, create_graph=True)[0]
+        border = model(edge)
+        return (slope ** 2).mean() + (border ** 2).mean()
+
+    {ends}
+"""
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "print(residual_loss(model, x, edge).item())",
+        "history.append(residual_loss(model, x, edge).item())",
+        "with open('loss.txt', 'w') as file:\n            file.write(str(float(residual_loss(model, x, edge))))",
+    ],
+)
+def test_a_loss_that_asks_for_gradients_of_inputs_is_looked_at_with_gradients_on(report, shown):
+    ends = f"""
+    def train(model, x, edge, history, optimizer):
+        for epoch in range(100):
+            loss = residual_loss(model, x, edge)
+            loss.backward()
+            optimizer.step()
+        {shown}
+    """
+    assert [one for one in report(RESIDUAL.format(ends=ends.strip())) if one[0] == "OOM201"] == []
+
+
+def test_what_is_attacked_in_a_test_is_evaluated_all_the_same(report):
+    code = """
+        import torch
+
+        def test(model, loader):
+            model.eval()
+            for x, y in loader:
+                x.requires_grad_()
+                gradient = torch.autograd.grad(criterion(model(x), y), x)[0]
+                attacked = x + 0.1 * gradient.sign()
+                right = (model(attacked).argmax(1) == y).sum().item()
+    """
+    assert report(code) == [("OOM201", 9)]

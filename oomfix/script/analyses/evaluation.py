@@ -58,6 +58,8 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
     needed = trace.backpropagated | differentiated
     differentiating = {backward.site.function for backward in trace.backwards}
     trained_by = _trained_by_their_function(trace)
+    # a loss that asks for gradients of inputs, `def residual_loss(model, x)`, cannot do without them in an evaluation
+    asking = differentiating - {None, *(one.site.function for one in trace.backwards if not one.is_grad_call)}
     return [
         forward
         for forward in trace.forwards.values()
@@ -66,6 +68,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
         and not forward.differentiates
         and not _is_in_training_branch(forward)
         and (forward.evaluating or stepping_alone.isdisjoint(forward.site.runs[-1:]))
+        and not (forward.site.function in asking and _is_trained_elsewhere(forward, trace))
         and not _is_a_second_try(forward, trace)
         and (
             (_is_evaluation(forward, trace, training_runs, trained) and not _is_trained_out_of_sight(forward, trace))

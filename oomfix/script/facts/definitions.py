@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ _ACTING_NAME = Pattern(rf"(^|_)({_ACTING})(_|$|\d)", re.IGNORECASE)
 _MODULE_BASE = Pattern(
     r"(^|\.)(Module|PreTrainedModel|\w*Model|\w*Net|\w*Module|\w*For[A-Z]\w*(LM|Classification|Generation|Answering|Training|Detection|Segmentation))$"
 )
+_MAKING = Pattern(r"^_*(set|build|make|create|init|setup|define)(_|$)")
+"""Methods that a constructor out of sight calls, by their names."""
 _TRANSFORMERS_TRAINER = Pattern(r"^(transformers|trl|sentence_transformers)\.(.*\.)?\w*Trainer$")
 _MOST_NAMED_LIKE = 4
 _LIGHTNING_BASE = Pattern(r"(^|\.)(LightningModule|LightningDataModule)$")
@@ -226,13 +229,23 @@ class Class:
     @property
     def _makes_layers(self) -> bool:
         """Whether it has a `forward` and makes layers for it: `self.head = nn.Linear(8, 2)`."""
-        init = self.methods.get("__init__") if "forward" in self.methods else None
-        return init is not None and any(
+        forward = self.methods.get("forward")
+        if forward is None:
+            return False
+        given = len(named_parameters(forward.node.args)) > 1
+        making = [
+            method
+            for name, method in self.methods.items()
+            if name == "__init__" or (given and _MAKING.match(name) and name not in self.training_methods)
+        ]
+        return any(
             isinstance(node, ast.Assign)
             and isinstance(node.value, ast.Call)
             and (path_of(node.targets[0]) or "").startswith("self.")
             and (path_of(node.value.func) or "").startswith(("nn.", "torch.nn."))
-            for node in init.nodes
+            and not last_of(path_of(node.value.func)).endswith("Loss")
+            for method in making
+            for node in method.nodes
         )
 
     @cached_property
@@ -290,9 +303,14 @@ class Class:
 
     @property
     def is_built_on_imports(self) -> bool:
-        """Whether some of its code is in another file, and not in torch."""
+        """Whether some of its code is in another file, and not in torch; `from base import *` names nothing."""
         imported = [base.ref for base in self.bases if base.kind is Kind.EXTERNAL and "." in base.ref]
-        return any(not name.startswith("torch.") for name in imported)
+        unnamed = [
+            name for base, name in zip(self.bases, self.base_names, strict=True) if base.kind is Kind.UNKNOWN and name
+        ]
+        return any(not name.startswith("torch.") for name in imported) or any(
+            "." not in name and not hasattr(builtins, name) for name in unnamed
+        )
 
     @cached_property
     def is_lightning(self) -> bool:

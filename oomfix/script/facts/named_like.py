@@ -41,7 +41,7 @@ _RUNNING_METHOD = Pattern(
     r"^(encode|decode|embed|encode_image|encode_text|evaluate_actions|extract_features?|logits?|"
     r"mapping|synthesis|classify|reconstruct|"
     r"get_(?!input_|output_)(\w+_)?(features?|embeddings?|logits|representations?)|"
-    r"(?!pre_|post_)\w+_forward|forward_(?!np$|pre_hook|hook)\w+)$"
+    r"(?!pre_|post_)\w+_forward|forward_(?!np$|pre_hook|hook|test$|infer|generate|predict|sample)\w+)$"
 )
 """Of the networks of public training code, one in thirty turns gradients off in a method of one of these names."""
 _TRAINING_VERB = Pattern(

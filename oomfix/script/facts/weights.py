@@ -19,6 +19,12 @@ from oomfix.script.facts.values import Kind
 from oomfix.script.syntax.names import MOVES, last_of, path_of
 from oomfix.script.syntax.nodes import names_in, walk
 
+_OF_TENSORS = frozenset(
+    "unsqueeze squeeze expand expand_as view view_as reshape repeat permute transpose contiguous flatten clamp exp pow "
+    "sqrt abs mean sum prod".split()
+)
+"""Methods that a parameter has, `self.temperature.expand(8)`, and no part of a network."""
+
 
 def has_no_weights(cls: Class) -> bool:
     """Whether the forward of a module computes with what it is given, with settings and criteria alone."""
@@ -69,7 +75,7 @@ def _only_keeps_books(path: str, for_effect: bool, given_nothing: bool) -> bool:
         return True
     if looks_like_loss(name) and not abbreviates_loss(name):
         return True
-    if inner and last in LEAVING_THE_GRAPH | INTEGER_RESULTS | MOVES:
+    if inner and last in LEAVING_THE_GRAPH | INTEGER_RESULTS | MOVES | _OF_TENSORS:
         return True
     changes = bool(inner) and given_nothing
     return for_effect and not looks_like_forward(last) and (changes or not looks_like_module(name))

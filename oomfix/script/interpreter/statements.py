@@ -29,6 +29,7 @@ from oomfix.script.interpreter.expressions import Expressions
 from oomfix.script.interpreter.state import Binding, Frame
 from oomfix.script.syntax.adding import added_to, joins_parts
 from oomfix.script.syntax.names import USUAL_NAMES, imported, last_of, path_of, without_moves
+from oomfix.script.syntax.nodes import names_in
 from oomfix.script.syntax.parameters import placed_parameters
 
 _OUT_OF_SIGHT = frozenset({Kind.UNKNOWN, Kind.LOSS})
@@ -204,12 +205,21 @@ class Statements(Expressions):
         path = path_of(target.value)
         kept: frozenset[int] = frozenset()
         # each entry of `outputs` to itself makes it no larger, and neither do its slots, one for each head or network
-        if base.ref != SLOTS and not added_to(value_node, ast.unparse(target)):
+        grows = base.ref != SLOTS or self._is_counted(target.slice, loops)
+        if grows and not added_to(value_node, ast.unparse(target)):
             kept = self.keep(target, path or ast.unparse(target), value_node, content, "store", loops)
         if path is not None:
             origins = base.origins | content.origins | kept
             grown = Value(base.kind, content.graph, origins, ref=base.ref, divisors=base.divisors, is_tensor=fresh)
             self.assign(target.value, grown, binding.statement if binding else None, loops)
+
+    def _is_counted(self, index: ast.expr, loops: tuple[Loop, ...]) -> bool:
+        """Whether the outermost of the loops that were not around when something was made counts an index of it."""
+        crossed = self.loops[len(loops) :] if self.loops[: len(loops)] == loops else ()
+        if not crossed or not isinstance(index, ast.Name):
+            return False
+        outermost = crossed[0]
+        return isinstance(outermost, ast.For | ast.AsyncFor) and index.id in names_in(outermost.target)
 
     def _put_called(self, target: ast.Subscript, value: Value) -> bool:
         """`nets[name] = Net()`: what is asked for by any name is one of the networks, where nothing else is held.
