@@ -21,7 +21,8 @@ from oomfix.script.syntax.patterns import Pattern
 _WITH_LOSS = Pattern(r"\.\w*(loss|step|elbo|nll|objective|log_prob)\w*$", re.IGNORECASE)
 
 _GRADIENTS = Pattern(r"(^|_)grad(s|ients?)?$", re.IGNORECASE)
-_NO_GRADIENTS = Pattern(r"clip|requires|zero|(no|enable)_grad$", re.IGNORECASE)
+# a policy gradient is a loss
+_NO_GRADIENTS = Pattern(r"clip|requires|zero|(no|enable)_grad$|policy_?grad", re.IGNORECASE)
 
 
 def model_call_edits(reading: Reading, verdicts: list[Verdict], manager: str) -> list[Edit]:

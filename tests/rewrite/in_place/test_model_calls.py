@@ -131,6 +131,7 @@ def test_a_method_that_computes_the_loss_too_keeps_its_call():
         ("norm = clip_grad(net.parameters())", True),
         ("log_gradients(net)", True),
         ("norm = monitor.mean_grad()", True),
+        ("shown = policy_gradient(loss.detach(), y)", True),
     ],
 )
 def test_models_whose_gradients_the_script_takes_itself_keep_their_precision(taken, wrapped):
