@@ -658,6 +658,22 @@ def test_what_a_policy_gets_beside_an_action_is_its_forward_where_it_makes_a_ter
     assert (("OOM202", 7) in report(STEP.format(forward=forward, loss=loss))) == found
 
 
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        ("first - 0.5 * reward", True),
+        ("(first + reward) / 2", True),
+        ("(reward - first) ** 2", False),
+        ("(reward - first).abs().mean() + first", False),
+        ("first * reward", False),
+    ],
+)
+def test_what_a_loss_compares_with_is_no_term_of_it(report, loss, found):
+    forward = "out = model.get_value(x)\n        action, prob = model.get_action(x)"
+    code = STEP.format(forward=forward, loss=f"first = criterion(out, y); reward = prob.mean(); loss = {loss}")
+    assert (("OOM202", 7) in report(code)) == found
+
+
 MOVED = """
     import torch
     from networks import Network, load

@@ -37,7 +37,7 @@ class GraphReuse:
         forwards = list(self._trace.forwards_of(backward.origins))
         loop = backward.site.loop
         # A network that runs in the loop as well is most often a frozen one, whose targets were made before.
-        running = {forward.path for forward in forwards if loop in forward.site.loops}
+        running = {forward.path for forward in forwards if loop in forward.site.loops} - {None}
         if loop is not None and any(
             loop not in forward.site.loops and forward.path not in running for forward in forwards
         ):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from oomfix.script.facts.loss_terms import additive_terms, called_terms
+from oomfix.script.facts.loss_terms import additive_terms, called_terms, summed_terms
 from oomfix.script.facts.named_like import (
     abbreviates_loss,
     looks_like_loss,
@@ -71,7 +71,7 @@ class Hints:
     backwarded: set[tuple[Scope, str]] = field(default_factory=set)
     """Paths on which a backward runs, and the names summed into them, with the function they belong to."""
     terms: set[tuple[Scope, str]] = field(default_factory=set)
-    """Those of them that are summed with others."""
+    """Those of them that are summed with others, each as it stands or weighted."""
     last_backward: dict[tuple[Scope, str], int] = field(default_factory=dict)
     """The line of the last backward on each of these paths, or on what it is summed into."""
     names: defaultdict[str, set[Scope]] = field(default_factory=lambda: defaultdict(set))
@@ -331,6 +331,7 @@ def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
     if method in ("backward", "manual_backward"):
         root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
         _note_backwarded(additive_terms(root), scope, node.lineno, hints)
+        hints.terms.update(_terms_of_sum(root, scope))
     elif receiver is not None and method == "__call__":
         hints.called.add(receiver)
     elif receiver is not None and (asked_as_module or (method in _OF_RECURRENT and receiver != "self")):
@@ -345,10 +346,13 @@ def _note_backwarded(terms: list[str], scope: Scope, line: int | None, hints: Hi
     for path in terms:
         key = scoped(path, scope)
         hints.backwarded.add(key)
-        if len(terms) > 1:
-            hints.terms.add(key)
         if line is not None:
             hints.last_backward[key] = max(line, hints.last_backward.get(key, 0))
+
+
+def _terms_of_sum(node: ast.expr, scope: Scope) -> list[tuple[Scope, str]]:
+    terms = summed_terms(node)
+    return [scoped(path, scope) for path in terms] if len(terms) > 1 else []
 
 
 def _read_optimized(given: ast.expr, hints: Hints) -> None:
@@ -431,6 +435,7 @@ def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -
             if path is not None and (whole := scoped(path, scope)) in hints.backwarded:
                 if isinstance(value, ast.BinOp | ast.UnaryOp):
                     _note_backwarded(additive_terms(value), scope, hints.last_backward.get(whole), hints)
+                    hints.terms.update(_terms_of_sum(value, scope))
         if len(hints.backwarded) == before:
             break
     hints.backwarded |= {

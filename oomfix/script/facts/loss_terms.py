@@ -36,6 +36,22 @@ def additive_terms(node: ast.expr) -> list[str]:
     return []
 
 
+def summed_terms(node: ast.expr) -> list[str]:
+    """The paths that are summed, weighted or not, and nothing else: of `(target - out) ** 2 + penalty` the penalty."""
+    match node:
+        case ast.BinOp(left, ast.Add() | ast.Sub(), right):
+            return [*summed_terms(left), *summed_terms(right)]
+        case ast.BinOp(left, ast.Div(), _):
+            return summed_terms(left)
+        case ast.BinOp(left, ast.Mult(), right):
+            weighted = set(additive_terms(node))
+            return [path for path in map(path_of, (left, right)) if path in weighted]
+        case ast.UnaryOp(_, operand):
+            return summed_terms(operand)
+    path = path_of(node)
+    return [] if path is None else [path]
+
+
 def called_terms(node: ast.expr, loss: str) -> Iterator[str]:
     """What is called for a loss or a term of it: `bound` in `-bound(x)`, `net.loss` in `0.1 * net.loss(x) + other`."""
     match node:

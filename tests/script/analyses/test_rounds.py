@@ -120,3 +120,30 @@ class Trainer:
 )
 def test_an_attribute_that_nothing_reads_carries_nothing_over(report, copy, read, found):
     assert [code for code, _ in report(COPYING.format(copy=copy, read=read)) if code == "OOM103"] == found
+
+
+AGENTS = """
+def train(agents, critic, states):
+    actions = []
+    for agent in agents:
+        actions.append({actor}.forward(states))
+    joined = torch.cat([action for action in actions], dim=1)
+    for agent in agents:
+        value = agent.get_policy().critic.forward(states, {given})
+        loss = -value.mean()
+        loss.backward(retain_graph=True)
+        agent.optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("actor", "given", "found"),
+    [
+        ("agent.get_policy().actor", "joined", []),
+        ("agent.actor", "joined", []),
+        ("agent.get_policy().actor", "states", ["OOM103"]),
+    ],
+)
+def test_networks_without_a_name_are_not_all_one(report, actor, given, found):
+    code = AGENTS.format(actor=actor, given=given)
+    assert [code for code, _ in report(code) if code == "OOM103"] == found
