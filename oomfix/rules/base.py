@@ -39,12 +39,45 @@ EVALUATES: tuple[Need, ...] = (b".eval(", *((b"torch", word) for word in _EVALUA
 `def test(` in a file that neither trains nor switches modes is most often a look at the shapes of a network.
 """
 
+_ACTING = (
+    b"def act(",
+    b"def select_action(",
+    b"def get_action(",
+    b"def choose_action(",
+    b"def sample_action(",
+    b"def take_action(",
+)
+_PREDICTING = (b"def predict(", b"def infer(", b"def inference(", b"def translate(", b"def greedy_decode(")
+RUNS_NETWORKS: tuple[Need, ...] = (
+    *TRAINS,
+    *EVALUATES,
+    *((b"torch", word) for word in _ACTING),
+    *((b"argmax(", word) for word in _PREDICTING),
+    (b"env.step(", b"torch"),
+    (b"multinomial(", b"def generate("),
+    (b"multinomial(", b"def sample("),
+    b"torch.load",
+    b"torch.hub.load",
+    b"load_state_dict(",
+    (b"= model(", b"cpu().numpy()"),
+    (b"clip.load(", b".encode_image("),
+    (b"Trainer(", b".fit("),
+    (b"Trainer(", b".train("),
+    (b"from_pretrained(", b").cuda("),
+    (b"from_pretrained(", b"model.cuda("),
+    (b"from_pretrained(", b"__main__"),
+    (b"from_pretrained(", b"argparse"),
+    (b"from_pretrained(", b"DataLoader"),
+)
+"""What a file holds that may run a network for what it gives, trained there or not."""
+
 NOT_ONE_TENSOR = "it may not be a single tensor"
 SHARED = "the statement also binds the value to another name, which may need the graph"
 
 __all__ = [
     "EVALUATES",
     "NOT_ONE_TENSOR",
+    "RUNS_NETWORKS",
     "SHARED",
     "TRAINS",
     "Edit",

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import EVALUATES, TRAINS, Finding, Invalid, Rule, Severity
+from oomfix.rules.base import RUNS_NETWORKS, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
-
-_ACTING = (
-    b"def act(",
-    b"def select_action(",
-    b"def get_action(",
-    b"def choose_action(",
-    b"def sample_action(",
-    b"def take_action(",
-)
-_PREDICTING = (b"def predict(", b"def infer(", b"def inference(", b"def translate(", b"def greedy_decode(")
 
 
 class EvalWithGrad(Rule):
@@ -51,27 +41,7 @@ class EvalWithGrad(Rule):
     code = "OOM201"
     name = "eval-with-grad"
     severity = Severity.WARNING
-    needs = (
-        *TRAINS,
-        *EVALUATES,
-        *((b"torch", word) for word in _ACTING),
-        *((b"argmax(", word) for word in _PREDICTING),
-        (b"env.step(", b"torch"),
-        (b"multinomial(", b"def generate("),
-        (b"multinomial(", b"def sample("),
-        b"torch.load",
-        b"torch.hub.load",
-        b"load_state_dict(",
-        (b"= model(", b"cpu().numpy()"),
-        (b"clip.load(", b".encode_image("),
-        (b"Trainer(", b".fit("),
-        (b"Trainer(", b".train("),
-        (b"from_pretrained(", b").cuda("),
-        (b"from_pretrained(", b"model.cuda("),
-        (b"from_pretrained(", b"__main__"),
-        (b"from_pretrained(", b"argparse"),
-        (b"from_pretrained(", b"DataLoader"),
-    )
+    needs = RUNS_NETWORKS
 
     def check(self, script: Script) -> Iterator[Finding]:
         if script.is_test_module:

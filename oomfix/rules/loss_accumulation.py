@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from oomfix.rules.base import EVALUATES, NOT_ONE_TENSOR, SHARED, TRAINS, Finding, Invalid, Rule, Severity
+from oomfix.rules.base import NOT_ONE_TENSOR, RUNS_NETWORKS, SHARED, Finding, Invalid, Rule, Severity
 from oomfix.script import Script
 from oomfix.script.syntax.edits import detach
 
@@ -34,7 +34,7 @@ class LossAccumulation(Rule):
     code = "OOM101"
     name = "loss-accumulation"
     severity = Severity.ERROR
-    needs = (*TRAINS, *EVALUATES, b"def training_step(", b"def compute_loss(")
+    needs = (*RUNS_NETWORKS, b"def training_step(", b"def compute_loss(")
 
     def check(self, script: Script) -> Iterator[Finding]:
         for keep in script.kept_graphs():

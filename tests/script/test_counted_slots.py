@@ -45,3 +45,18 @@ def test_a_slot_for_each_head_is_taken_again_by_the_next_iteration(report, aroun
         optimizer.step()
     """
     assert report(code) == []
+
+
+@pytest.mark.parametrize("counted", ["for i, net in enumerate(networks):", "for i in range(len(networks)):"])
+def test_a_slot_for_each_network_is_one_of_a_few(report, counted):
+    code = f"""
+    import torch
+
+    def evaluate(networks, x):
+        outputs = [None] * len(networks)
+        {counted}
+            net = networks[i].eval()
+            outputs[i] = net(x)
+        return outputs
+    """
+    assert [one for one in report(code) if one[0] == "OOM102"] == []

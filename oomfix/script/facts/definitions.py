@@ -48,6 +48,7 @@ _MODULE_BASE = Pattern(
 )
 _MAKING = Pattern(r"^_*(set|build|make|create|init|setup|define)(_|$)")
 """Methods that a constructor out of sight calls, by their names."""
+_OF_MODULES = ("parameters", "named_parameters", "modules", "named_modules", "register_buffer", "register_parameter")
 _TRANSFORMERS_TRAINER = Pattern(r"^(transformers|trl|sentence_transformers)\.(.*\.)?\w*Trainer$")
 _MOST_NAMED_LIKE = 4
 _LIGHTNING_BASE = Pattern(r"(^|\.)(LightningModule|LightningDataModule)$")
@@ -99,9 +100,8 @@ class Function:
     @property
     def is_hook(self) -> bool:
         """Whether a framework calls it, in contexts that nobody sees: `val_step` of a class built on an import."""
-        return (
-            self.owner is not None and self.owner.is_built_on_imports and self.evaluates and self.name.endswith("_step")
-        )
+        elsewhere = self.owner is not None and (self.owner.is_built_on_imports or self.owner.is_built_on_unnamed)
+        return elsewhere and self.evaluates and self.name.endswith("_step")
 
     @property
     def is_handed_out(self) -> bool:
@@ -209,7 +209,7 @@ class Class:
             name for base, name in zip(self.bases, self.base_names, strict=True) if base.kind is not Kind.CLASS
         ]
         named = any(map(_MODULE_BASE.search, elsewhere)) and not self._trains_networks
-        return named or (self.is_built_on_imports and self._makes_layers)
+        return named or ((self.is_built_on_imports or self.is_built_on_unnamed) and self._makes_layers)
 
     @property
     def _trains_networks(self) -> bool:
@@ -228,11 +228,13 @@ class Class:
 
     @property
     def _makes_layers(self) -> bool:
-        """Whether it has a `forward` and makes layers for it: `self.head = nn.Linear(8, 2)`."""
+        """Whether it has a `forward` and makes layers, `self.head = nn.Linear(8, 2)`, or asks `self.parameters()`."""
         forward = self.methods.get("forward")
         if forward is None:
             return False
         given = len(named_parameters(forward.node.args)) > 1
+        if given and any(self._asks_itself_for(name) for name in _OF_MODULES):
+            return True
         making = [
             method
             for name, method in self.methods.items()
@@ -245,6 +247,14 @@ class Class:
             and (path_of(node.value.func) or "").startswith(("nn.", "torch.nn."))
             and not last_of(path_of(node.value.func)).endswith("Loss")
             for method in making
+            for node in method.nodes
+        )
+
+    def _asks_itself_for(self, name: str) -> bool:
+        """Whether a method is called on `self` that no class of the file has."""
+        return self.find(name) is None and any(
+            isinstance(node, ast.Call) and path_of(node.func) == f"self.{name}"
+            for method in self.methods.values()
             for node in method.nodes
         )
 
@@ -303,13 +313,16 @@ class Class:
 
     @property
     def is_built_on_imports(self) -> bool:
-        """Whether some of its code is in another file, and not in torch; `from base import *` names nothing."""
+        """Whether some of its code is in another file, and not in torch."""
         imported = [base.ref for base in self.bases if base.kind is Kind.EXTERNAL and "." in base.ref]
-        unnamed = [
-            name for base, name in zip(self.bases, self.base_names, strict=True) if base.kind is Kind.UNKNOWN and name
-        ]
-        return any(not name.startswith("torch.") for name in imported) or any(
-            "." not in name and not hasattr(builtins, name) for name in unnamed
+        return any(not name.startswith("torch.") for name in imported)
+
+    @property
+    def is_built_on_unnamed(self) -> bool:
+        """Whether a base is named nowhere else in the file: `from base import *`."""
+        return any(
+            base.kind is Kind.UNKNOWN and name.isidentifier() and not hasattr(builtins, name)
+            for base, name in zip(self.bases, self.base_names, strict=True)
         )
 
     @cached_property

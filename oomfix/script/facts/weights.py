@@ -20,10 +20,13 @@ from oomfix.script.syntax.names import MOVES, last_of, path_of
 from oomfix.script.syntax.nodes import names_in, walk
 
 _OF_TENSORS = frozenset(
-    "unsqueeze squeeze expand expand_as view view_as reshape repeat permute transpose contiguous flatten clamp exp pow "
-    "sqrt abs mean sum prod".split()
+    "unsqueeze squeeze expand expand_as view view_as reshape repeat contiguous flatten clamp exp pow sqrt abs mean sum "
+    "prod".split()
 )
-"""Methods that a parameter has, `self.temperature.expand(8)`, and no part of a network."""
+"""Methods that a parameter has, `self.temperature.expand(8)`, and no part of a network.
+
+Behind `self.weight.transpose(0, 1)` stands a product, as of a layer.
+"""
 
 
 def has_no_weights(cls: Class) -> bool:

@@ -29,7 +29,7 @@ from oomfix.script.interpreter.expressions import Expressions
 from oomfix.script.interpreter.state import Binding, Frame
 from oomfix.script.syntax.adding import added_to, joins_parts
 from oomfix.script.syntax.names import USUAL_NAMES, imported, last_of, path_of, without_moves
-from oomfix.script.syntax.nodes import names_in
+from oomfix.script.syntax.nodes import names_in, walk
 from oomfix.script.syntax.parameters import placed_parameters
 
 _OUT_OF_SIGHT = frozenset({Kind.UNKNOWN, Kind.LOSS})
@@ -214,12 +214,19 @@ class Statements(Expressions):
             self.assign(target.value, grown, binding.statement if binding else None, loops)
 
     def _is_counted(self, index: ast.expr, loops: tuple[Loop, ...]) -> bool:
-        """Whether the outermost of the loops that were not around when something was made counts an index of it."""
+        """Whether it is counted through by the outermost of the loops that were not around when something was made.
+
+        `for i, batch in enumerate(loader)` counts batches; `for i, net in enumerate(networks)` counts a few networks,
+        and so may `range(count)`.
+        """
         crossed = self.loops[len(loops) :] if self.loops[: len(loops)] == loops else ()
-        if not crossed or not isinstance(index, ast.Name):
+        if not crossed or not isinstance(index, ast.Name) or crossed[0] in self.trace.loops_over_parts:
             return False
-        outermost = crossed[0]
-        return isinstance(outermost, ast.For | ast.AsyncFor) and index.id in names_in(outermost.target)
+        match crossed[0]:
+            case ast.For(ast.Tuple([ast.Name(counter), counted]), ast.Call(ast.Name("enumerate"), [_, *_])):
+                called = {part for part in walk(crossed[0]) if isinstance(part, ast.Call)}
+                return counter == index.id and not any(path_of(part.func) in names_in(counted) for part in called)
+        return False
 
     def _put_called(self, target: ast.Subscript, value: Value) -> bool:
         """`nets[name] = Net()`: what is asked for by any name is one of the networks, where nothing else is held.
