@@ -15,6 +15,7 @@ from oomfix.script import Script, TrainingLoop
 from oomfix.script.facts.trace import Forward
 from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.nodes import arguments_of
 from oomfix.script.syntax.patterns import Pattern
 
 # a method that computes the loss too would compute it in half precision
@@ -58,7 +59,7 @@ def model_call_edits(reading: Reading, verdicts: list[Verdict], manager: str) ->
 
 def _takes_gradients(call: ast.Call, blocks: Blocks) -> bool:
     """Whether a call's value are gradients: `torch.autograd.grad(loss, x)`, `flat_gradients(loss, model)`."""
-    if not call.args or isinstance(next(blocks.ancestors(call)), ast.Expr):
+    if not arguments_of(call) or isinstance(next(blocks.ancestors(call)), ast.Expr):
         return False
     name = last_name(call)
     return bool(_GRADIENTS.search(name)) and not _NO_GRADIENTS.search(name)

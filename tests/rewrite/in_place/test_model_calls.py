@@ -126,6 +126,7 @@ def test_a_method_that_computes_the_loss_too_keeps_its_call():
     ("taken", "wrapped"),
     [
         ("g = torch.autograd.grad(loss, net.weight)", False),
+        ("g = torch.autograd.grad(outputs=loss, inputs=net.weight)", False),
         ("g = flat_grads(net(x).sum(), net).detach()", False),
         ("set_requires_grad(net, False)", True),
         ("norm = clip_grad(net.parameters())", True),
