@@ -37,9 +37,10 @@ ROUNDS = [
         "bd46e8c",
         "2026-11-28",
         """As mixed as public training code is; 60 scripts, not chosen for being small or clean. Nothing is wrong.
-Missed are features of a network that a statement moves, a term of a loss from a policy's probabilities, a model under
-another name, twice what a network of another file gives in a pair, a loss added by every key of its parts, and a graph
-that is kept for an attribute that nothing reads.""",
+Missed are features of a network that a statement moves, a term of a loss from a policy's probabilities, twice a part of
+a network under a name of its own (`vgg = net.vgg`), a loss added by every key of its parts, and a graph that is kept
+for an attribute that nothing reads. All but that part are mended. One more that the reader had labelled goes into no
+backward.""",
     ),
     Round(
         "33a",
@@ -47,8 +48,9 @@ that is kept for an attribute that nothing reads.""",
         "2026-11-28",
         """Drawn for two rules: scripts that evaluate, test, sample, translate or extract features, and keep lists of
 what comes out; 59 scripts. Six wrong findings are in one script that draws saliency maps, whose networks run a backward
-for themselves. The others are methods of a class that has no forward, and two loops of an agent that learns now and
-then.""",
+for themselves; the others are in a class without a forward that trains itself, and two loops in which an agent was told
+not to train. Missed are most of the losses of that class, functions whose results leave the file, and samples that are
+taken off their graph. The maps, the agent, the losses and the samples are mended.""",
     ),
     Round(
         "32b",
