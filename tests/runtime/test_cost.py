@@ -106,7 +106,7 @@ def rows_run_by_a_check(model, earlier=None):
 
 def test_a_check_runs_the_rows_of_a_micro_batch_once_together_and_once_in_parts_and_few_besides():
     rows, verdict = rows_run_by_a_check(layers(1))
-    assert rows <= 2 * (32 + 6 + 4)
+    assert rows <= 2 * (32 + 6 + 6 + 4)
     rows, confirmed = rows_run_by_a_check(layers(1), verdict)
     assert rows <= 2 * 4
     assert confirmed.rule is not None

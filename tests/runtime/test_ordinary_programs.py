@@ -31,7 +31,7 @@ def labels(*shape, seed=2):
 def gradients_apart(model, forward, batches, **overrides):
     """The largest difference, over calls and parameters, between our gradients and those of a plain backward."""
     memory, worst = runtime.preset("16gb", **{"micro_batches": 3, **overrides}), 0.0
-    parameters = [*model.parameters()]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for batch in batches:
         expected = torch.autograd.grad(forward(*batch), parameters)
         model.zero_grad()
@@ -99,9 +99,9 @@ def focal_of_the_mean(model):
 def test_a_part_of_a_check_without_targets_shows_nothing(most_rows, monkeypatch):
     """Two rows are what an out-of-memory error leaves of a check: one of them held out, any function would pass."""
     model = network()
-    monkeypatch.setattr("oomfix.runtime.verification.verify._FEWEST_ROWS", min(3, most_rows))
+    monkeypatch.setattr("oomfix.runtime.verification.few_rows._FEWEST_ROWS", min(3, most_rows))
     if most_rows == 2:
-        monkeypatch.setattr("oomfix.runtime.verification.verify.telling", lambda most: 2)
+        monkeypatch.setattr("oomfix.runtime.verification.few_rows.telling", lambda most: 2)
     batch = rows(12, 6), labels(12)
     assert verdict_of(focal_of_the_mean(model), model, batch, most_rows).rule is None
     assert verdict_of(lambda x, y: F.cross_entropy(model(x), y), model, batch, most_rows).rule is not None
@@ -363,8 +363,8 @@ def test_what_two_lone_samples_show_alike_is_not_believed(monkeypatch):
     with torch.no_grad():
         opposite = -model(x)[:, 0]
     # what running out of memory leaves of a check
-    monkeypatch.setattr("oomfix.runtime.verification.verify._FEWEST_ROWS", 2)
-    monkeypatch.setattr("oomfix.runtime.verification.verify.telling", lambda most: 2)
+    monkeypatch.setattr("oomfix.runtime.verification.few_rows._FEWEST_ROWS", 2)
+    monkeypatch.setattr("oomfix.runtime.verification.few_rows.telling", lambda most: 2)
     found = verdict_of(forward, model, (x, opposite), 2)
     assert found.rule is None
 
@@ -516,3 +516,50 @@ def test_a_network_of_torch_jit_is_split_if_its_buffers_allow_it(preset, prepare
     assert model.calls == alone.calls
     (report,) = memory.report().forwards
     assert (report.whole_because is not None) is counts
+
+
+class Adapter(nn.Module):
+    """A frozen layer and a product of two matrices beside it, the second of which begins at 0."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(8, width) * 0.02)
+        self.up = nn.Parameter(torch.zeros(width, 8))
+
+    def forward(self, x):
+        return self.layer(x) + x @ self.down.T @ self.up.T
+
+
+def test_adapters_that_begin_at_0_are_split_from_the_first_call_on():
+    """The gradients behind the matrix that is 0 are 0, whatever the loss is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapter(600), nn.GELU(), Adapter(600)).double()
+    batches = [(rows(12, 600, seed=seed), labels(12, seed=seed)) for seed in range(3)]
+    assert gradients_apart(model, lambda x, y: F.cross_entropy(model(x), y), batches) < 1e-12
+    (known,) = runtime.preset("16gb", micro_batches=3)._forwards
+    assert known.split_calls == len(batches)
+
+
+def test_samples_that_depend_on_each_other_behind_adapters_are_seen():
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapter(600), nn.GELU(), Adapter(600)).double()
+
+    def forward(x, y):
+        out = model(x)
+        return F.cross_entropy(out, y) + (out.mean(0) ** 2).sum()
+
+    assert verdict_of(forward, model, (rows(12, 600), labels(12)), 5).rule is None
+
+
+def test_a_large_head_that_begins_at_0_hides_nothing():
+    """It is the only parameter with a gradient at first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 4000, bias=False)).double()
+    nn.init.zeros_(model[2].weight)
+    apart = verdict_of(lambda x, y: F.cross_entropy(model(x), y), model, (rows(12, 6), labels(12)), 5)
+    together = verdict_of(
+        lambda x, y: F.cross_entropy(model(x) - model(x).mean(0), y), model, (rows(12, 6), labels(12)), 5
+    )
+    assert apart.rule is not None
+    assert together.rule is None

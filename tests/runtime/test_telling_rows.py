@@ -365,7 +365,7 @@ def test_a_threshold_for_a_cross_entropy_is_seen_though_its_targets_can_be_held_
         lambda losses: losses[losses.argmax()],
         lambda losses: losses.sort().values[0],
         lambda losses: losses.topk(1).values.sum(),
-        lambda losses: torch.cat([losses, losses.new_full((1,), 0.5)]).median(),
+        lambda losses: torch.cat([losses, losses.new_full((1,), -1.0)]).median(),
         lambda losses: losses.norm(p=float("inf")),
         lambda losses: F.l1_loss(losses, losses.new_full((2,), 0.5)),
     ],

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,7 @@ from oomfix.runtime.verification.ways import Edges, Graphs, edges
 GRADIENTS_DEPEND = "samples depend on each other: a few rows give another gradient in two parts"
 _SMALL = 4096  # entries of a parameter whose gradient is compared
 _COMPARED = 24  # parameters whose gradients are compared, spread over the model
+_ENTRIES = 1 << 20  # of those that are compared where these show nothing
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative to the largest entry in a part
 
 
@@ -36,18 +38,26 @@ def by_gradients(few: FewRows, how: Runs, count: int, gaps: Gaps = MappingProxyT
 def compared_gradients(
     few: FewRows, how: Runs, count: int, gaps: Gaps = MappingProxyType({}), *, rows: Sequence[int] = ()
 ) -> tuple[Verdict, Evidence]:
-    """As `by_gradients`, on `rows` if there are any, and what the verdict was given for; undecided for a failure."""
+    """As `by_gradients`, on `rows` if there are any, and what the verdict was given for; undecided for a failure.
+
+    Where all of these gradients are 0, as those behind weights that begin at 0 (adapters), others are compared.
+    """
     # a checkpoint in the forward runs again in backward, where no targets can be held out
     how = replace(how, graph=True, holds_out=False)
     # chosen before the runs, in which each look at a parameter is watched
-    see = partial(_seen, _compared_in(few), next_node())
-    evidence = few.compared(count, how, see, gaps, rows=rows)
-    if evidence.failure:
-        return Verdict(None, undecided=True), evidence
+    trained = _trained_in(few)
+    for parameters in (_few_of(trained), _others_of(trained)):
+        see = partial(_seen, parameters, next_node())
+        evidence = few.compared(count, how, see, gaps, rows=rows)
+        if evidence.failure:
+            return Verdict(None, undecided=True), evidence
+        verdict = _judge(evidence)
+        if verdict.reason != FLAT:
+            break
     single_rows = has_single_row(count) or None
     graphs = Graphs.of(evidence.whole[2], [of_part[2] for of_part in evidence.parts], evidence.truths)
     found = replace(
-        _judge(evidence),
+        verdict,
         means=evidence.means,
         calls=evidence.calls,
         single_rows=single_rows,
@@ -56,21 +66,29 @@ def compared_gradients(
     return found, evidence
 
 
-def _compared_in(few: FewRows) -> list[torch.Tensor]:
-    """The parameters whose gradients are compared: small ones, of no module too, or the smallest.
+def _trained_in(few: FewRows) -> list[torch.Tensor]:
+    """The parameters whose gradients can be compared, of no module too.
 
     What every part is given whole counts: of a noise that the program trains, `noise[: len(x)]` is other rows in parts.
     """
     of_modules = [p for module in few.modules for p in module._parameters.values() if p is not None]
     parameters = [*of_modules, *leaves_in(few.forward, few.batch.uncut()), *leaves_in_checked()]
-    trained: list[torch.Tensor] = [
-        p for p in parameters if p.requires_grad and p.dtype in _TOLERANCE and p.numel() and not p.is_meta
-    ]
-    trained = [p for p in trained if not has_hook(p)]  # hooks are for gradients of the training
-    if not trained:
-        return []
-    small = [p for p in trained if p.numel() <= _SMALL] or [min(trained, key=torch.numel)]
+    trained = (p for p in parameters if p.requires_grad and p.dtype in _TOLERANCE and p.numel() and not p.is_meta)
+    return [p for p in trained if not has_hook(p)]  # hooks are for gradients of the training
+
+
+def _few_of(trained: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Small ones, or the smallest."""
+    small = [p for p in trained if p.numel() <= _SMALL] or sorted(trained, key=torch.numel)[:1]
     return small[:: -max(1, len(small) // _COMPARED)]
+
+
+def _others_of(trained: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The smallest, as many as have few entries together, and the last, which is most often that of a head."""
+    smallest = sorted(trained, key=torch.numel)
+    entries = accumulate(map(torch.numel, smallest))
+    few = [p for p, until in zip(smallest, entries, strict=True) if until <= _ENTRIES]
+    return [*few, *(p for p in trained[-1:] if all(p is not one for one in few))]
 
 
 def _seen(
