@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from oomfix.runtime.memory.oom import is_out_of_memory
 from oomfix.runtime.state.attributes import Attributes
 from oomfix.runtime.state.checksums import Checksums
 from oomfix.runtime.state.data_places import DataPlaces
@@ -91,7 +92,12 @@ class KeptState:
         self._loose_change = self._loose_change or (self._loose is not None and self._loose.written())
         self._loose = None
         moved = {id(tensor) for tensor in self._data.moved()} if self._data is not None else set()
-        unseen = moved | self._changed_unseen()
+        try:
+            unseen = moved | self._changed_unseen()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            unseen = moved  # the call went well; a later one looks again
         self._data = self._checksums = None
         before = len(self._kept)
         self._kept = [p for p in self._places if p.changes or p.changed() or id(p.tensor()) in unseen]
