@@ -92,21 +92,11 @@ class Calls(Externals):
             case Kind.CLASS:
                 return self._instantiate(node, function.ref, given)
             case Kind.MODULE:
-                if self._takes_the_name_of(node, path):
-                    return function
-                if self.hints.is_loss(path or "") and not self._is_network_and_loss(path or "", given):
-                    return self._through_loss(given.all)
-                if (training := self._training_forward(function)) is not None:
-                    return self._function(node, Value(Kind.FUNCTION, ref=(training, function)), given)
-                return self.forward(node, function, path, given, method=self._own(function, "forward"))
+                return self._call_network(node, function, path, given)
             case Kind.LOSS:
                 return self._judged(node, function, path, given)
             case Kind.CONTEXT:
-                decorated = given.positional[0] if given.positional else UNKNOWN
-                if decorated.kind is not Kind.FUNCTION:
-                    return function
-                decorated.ref[0].effects.append(function)
-                return decorated
+                return self._decorate(function, given)
             case Kind.INSTANCE:
                 instance = self.instance_of(function)
                 own = instance.cls.find("__call__") if instance is not None else None
@@ -122,6 +112,24 @@ class Calls(Externals):
             receiver = self.evaluate(node.func.value) if result is None else result
             return self._method(node, receiver, node.func.attr, given)
         return self._unknown(node, path, given)
+
+    def _call_network(self, node: ast.Call, network: Value, path: str | None, given: Given) -> Value:
+        """What the call of a network gives, or of what is named like one."""
+        if self._takes_the_name_of(node, path):
+            return network
+        if self.hints.is_loss(path or "") and not self._is_network_and_loss(path or "", given):
+            return self._through_loss(given.all)
+        if (training := self._training_forward(network)) is not None:
+            return self._function(node, Value(Kind.FUNCTION, ref=(training, network)), given)
+        return self.forward(node, network, path, given, method=self._own(network, "forward"))
+
+    def _decorate(self, context: Value, given: Given) -> Value:
+        """`torch.no_grad()(evaluate)`: the function with the context around it; the context where it is given none."""
+        decorated = given.positional[0] if given.positional else UNKNOWN
+        if decorated.kind is not Kind.FUNCTION:
+            return context
+        decorated.ref[0].effects.append(context)
+        return decorated
 
     def _judged(self, node: ast.Call, criterion: Value, path: str | None, given: Given) -> Value:
         """What a criterion gives, or a network that is named like one."""
@@ -212,35 +220,47 @@ class Calls(Externals):
         moved = name in ("to", "cuda") or (name == "type" and bool(values))
         if not moved and (name in torch_facts.LEAVING_THE_GRAPH or name in torch_facts.INTEGER_RESULTS):
             return NUMBER if not combine(values).graph else UNKNOWN
-        if isinstance(node.func, ast.Attribute) and node.func.attr in ("forward", "__call__"):
-            base = path_of(node.func.value)
-            if self.hints.is_loss(base or ""):
-                return self._through_loss(values)
-            if self._adds_noise(node) or self._is_autograd_function(base):
-                return self.computed(combine(values))
-            if node.func.attr == "forward" or self.hints.is_module(base or ""):
-                return self.forward(node, Value(Kind.MODULE, ref=base), base, given)
-        base = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
-        if moved and isinstance(node.func, ast.Attribute) and self._makes_object(node.func.value):
+        if not isinstance(node.func, ast.Attribute):
+            return receiver if name in SAME_MODULE else self._unknown(node, path, given)
+        holder = node.func.value
+        base = path_of(holder)
+        if node.func.attr in ("forward", "__call__") and (
+            (result := self._forward_of_unknown(node, node.func.attr, base, given)) is not None
+        ):
+            return result
+        if moved and self._makes_object(holder):
             return self._network_made(node)
-        each = path_of_each(node.func.value) if isinstance(node.func, ast.Attribute) and base is None else None
-        if receiver.kind is Kind.UNKNOWN and each is not None and looks_like_module(each) and looks_like_module(name):
-            return self._module_method(node, Value(Kind.MODULE, ref=each), name, f"{each}.{name}", given)
-        if receiver.kind is Kind.UNKNOWN and base is not None and name not in SAME_MODULE:
-            called = base in self.hints.called and looks_like_module(base)
-            known = called or self.hints.is_module(base) or self.hints.is_autoencoder(base)
-            known = known or (runs_network(name) and looks_like_autoencoder(base))
-            asked = path in self.hints.graph_callees or (
-                bool(values) and looks_like_part(name) and not looks_like_forward(name)
-            )
-            known = known or ((asked or name.startswith("forward_")) and looks_like_module(base))
-            if known and not (looks_like_module(name) and self._is_method_of_an_object(node)):
-                return self._module_method(node, Value(Kind.MODULE, ref=base), name, path, given)
+        if receiver.kind is Kind.UNKNOWN and (network := self._asked_like_a_network(node, holder, name, given)):
+            return self._module_method(node, Value(Kind.MODULE, ref=network), name, f"{network}.{name}", given)
         if name in SAME_MODULE and not values and base is not None and self.hints.is_module(base):
             return Value(Kind.MODULE, ref=base)
+        return receiver if name in SAME_MODULE else self._unknown(node, path, given)
+
+    def _forward_of_unknown(self, node: ast.Call, name: str, base: str | None, given: Given) -> Value | None:
+        """What `base.forward(x)` gives; None for `base.__call__(x)` of what may be no network."""
+        if self.hints.is_loss(base or ""):
+            return self._through_loss(given.all)
+        if self._adds_noise(node) or self._is_autograd_function(base):
+            return self.computed(combine(given.all))
+        if name == "forward" or self.hints.is_module(base or ""):
+            return self.forward(node, Value(Kind.MODULE, ref=base), base, given)
+        return None
+
+    def _asked_like_a_network(self, node: ast.Call, holder: ast.expr, name: str, given: Given) -> str | None:
+        """The path of what a method is called on, where that and the method are named or used as a network's are."""
+        base = path_of(holder)
+        if base is None:
+            each = path_of_each(holder)
+            return each if each is not None and looks_like_module(each) and looks_like_module(name) else None
         if name in SAME_MODULE:
-            return receiver
-        return self._unknown(node, path, given)
+            return None
+        called = base in self.hints.called and looks_like_module(base)
+        known = called or self.hints.is_module(base) or self.hints.is_autoencoder(base)
+        known = known or (runs_network(name) and looks_like_autoencoder(base))
+        part = bool(given.all) and looks_like_part(name) and not looks_like_forward(name)
+        asked = part or path_of(node.func) in self.hints.graph_callees
+        known = known or ((asked or name.startswith("forward_")) and looks_like_module(base))
+        return base if known and not (looks_like_module(name) and self._is_method_of_an_object(node)) else None
 
     def _add_in_place(self, node: ast.Call, total: ast.expr, result: Value, value: Value) -> None:
         """`total.add_(loss)`."""

@@ -49,16 +49,25 @@ class Externals(Methods):
         return Value(Kind.CONTEXT, ref=effects) if known else None
 
     def _external(self, node: ast.Call, name: str, path: str | None, given: Given) -> Value:
-        last = last_of(name)
-        values = given.all
         if (context := context_of_call(node, name, given)) is not None:
-            if last == "set_grad_enabled":
+            if last_of(name) == "set_grad_enabled":
                 self._set_grad(context)
             return context
         if (known := self._of_one_name(node, name, given)) is not None:
             return known
-        if "." not in name and (builtin := self._builtin(node, name, values)) is not None:
+        if "." not in name and (builtin := self._builtin(node, name, given.all)) is not None:
             return builtin
+        if (known := self._of_a_library(node, name, given)) is not None:
+            return known
+        if (result := self._runs_what_it_is_given(node, name, given)) is not None:
+            return result
+        if (made := self._of_a_kind(node, name, path, given)) is not None:
+            return made
+        return self._computed_by_import(node, name, path, given)
+
+    def _of_a_library(self, node: ast.Call, name: str, given: Given) -> Value | None:
+        """What functions give that are known by a part of their name, and run no network."""
+        last, values = last_of(name), given.all
         if last in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value"):
             self.trace.clips.append(Clip(node, self.site(), self.trace.next_order(), gradients=self.state.gradients))
             return NUMBER
@@ -74,20 +83,27 @@ class Externals(Methods):
             self.trace.read_by_numpy |= content.origins
             if content.graph and self.is_made_to_be_backpropagated():
                 return content.with_graph(Graph.MAYBE)  # an array of tensors, summed up
-        if torch_facts.is_plain(name):
-            if name == "collections.OrderedDict":
-                return self._passed("dict", values)
-            if name.startswith("collections."):
-                return Value(Kind.CONTAINER)
-            return flatten(values[0]) if name.startswith("tqdm") and values else NUMBER
-        if torch_facts.runs_module(last) and node.args:
+        if not torch_facts.is_plain(name):
+            return None
+        if name == "collections.OrderedDict":
+            return self._passed("dict", values)
+        if name.startswith("collections."):
+            return Value(Kind.CONTAINER)
+        return flatten(values[0]) if name.startswith("tqdm") and values else NUMBER
+
+    def _runs_what_it_is_given(self, node: ast.Call, name: str, given: Given) -> Value | None:
+        """What `checkpoint(block, x)` and `odeint(net, start, times)` give; None for what runs no argument."""
+        if torch_facts.runs_module(last_of(name)) and node.args:
             return self.run_argument(node, given)
-        if self.solves_equation_of_network(node, last, given):
+        if self.solves_equation_of_network(node, last_of(name), given):
             return self.run_argument(node, given, direct=False)
         if torch_facts.runs_what_it_is_given(name) and self._is_network_or_function(node, given):
             return self.run_argument(node, given)
-        if (made := self._of_a_kind(node, name, path, given)) is not None:
-            return made
+        return None
+
+    def _computed_by_import(self, node: ast.Call, name: str, path: str | None, given: Given) -> Value:
+        """What torch computes, a method of an imported network, or what nothing but its name is known of."""
+        last = last_of(name)
         if name.startswith("torch.") or torch_facts.is_functional_transform(name):
             computed = self.computed(self._torch_function(name, last, given))
             if looks_like_loss(last):
@@ -96,7 +112,7 @@ class Externals(Methods):
         if isinstance(node.func, ast.Attribute) and (network := self._imported_network(node.func.value)) is not None:
             return self._module_method(node, network, last, path, given)
         if last in ("tqdm", "trange", "track", "prefetch"):
-            return flatten(values[0]) if values else UNKNOWN
+            return flatten(given.all[0]) if given.all else UNKNOWN
         if (path or "").startswith("self.") and not looks_like_module(last):
             path = last  # `self.augment = fgsm_attack`: in another class of the file `self.augment` may be a network
         unseen = self._unknown(node, path, given, imported=True)

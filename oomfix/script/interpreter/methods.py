@@ -53,21 +53,11 @@ class Methods(Unseen):
             return receiver
         if name in ("no_sync", "join"):
             return NULL
-        values = given.all
-        content = combine(values)
-        computes = (looks_like_forward(name) or self._gives_likelihood(node)) and bool(values)
-        if name == "init_hidden" or (name.startswith("get_") and not content.graph and not computes):
-            return UNKNOWN
-        # `loss = net.set_forward_loss(x)`, of a set, is backpropagated
-        runs_nothing = torch_facts.runs_nothing(name) and path not in self.hints.graph_callees
-        if runs_nothing or (gives_gradients(name) and not values):
-            return NUMBER
-        if name.startswith("get_") and not looks_like_loss(name) and not computes:
-            return content.with_graph(Graph.MAYBE)  # `net.get_coefficients(out)` computes on what it is given
-        if looks_like_detaching(name):
-            return self._detached(node, content)
+        content = combine(given.all)
+        if (found := self._without_a_forward(node, name, path, given, content)) is not None:
+            return found
         if content.graph and looks_like_loss(name) and not self._judges_others(node, content):
-            loss = self._through_loss(values)
+            loss = self._through_loss(given.all)
             if self.is_for_effect(node) and isinstance(node.func, ast.Attribute):
                 self.assign(left_by_methods(node.func.value), loss, self.statement)
             return loss
@@ -76,25 +66,47 @@ class Methods(Unseen):
             self.trace.backpropagated |= content.origins
             if not looks_like_forward(name):
                 return UNKNOWN
-        grad = self.state.grad
-        if self._always_without_graph(name):
-            self.state.grad = Graph.NO
         part = looks_like_module(name) or looks_like_part(name) or is_letter_of_part(name)
         part = part or self.hints.is_module(path or "")
-        if part and not values and self.is_for_effect(node):
+        if part and not given.all and self.is_for_effect(node):
             return NUMBER  # `net.stop_backbone_bn()` is named after the part that it changes
         runs = (runs_network(name) and not _reads(name, content)) or self._is_shown_to_run(name)
-        direct = part or (runs and bool(values) and not _evaluates_itself(receiver))
-        result = self.forward(node, receiver, path, given, direct=direct)
-        if draws_from_network(name) and self._is_taken_off_its_graph(node):
-            for forward in self.trace.forwards_of(result.origins):
-                forward.taken_off |= forward.node is node
-        self.state.grad = grad
+        direct = part or (runs and bool(given.all) and not _evaluates_itself(receiver))
+        result = self._run_method(node, receiver, name, path, given, direct)
         if not part and isinstance(self.statement, ast.Assign) and isinstance(self.statement.targets[0], ast.Tuple):
             return result.with_graph(min(result.graph, Graph.MAYBE))  # `loss, tags, lengths = net.forward_all(x)`
         if part or looks_like_forward(name):
             return result
         return self._as_hinted(path, result) or result.with_graph(min(result.graph, Graph.MAYBE))
+
+    def _without_a_forward(
+        self, node: ast.Call, name: str, path: str | None, given: Given, content: Value
+    ) -> Value | None:
+        """What a method gives that only tells, changes or computes on what it is given; None for any other."""
+        computes = (looks_like_forward(name) or self._gives_likelihood(node)) and bool(given.all)
+        if name == "init_hidden" or (name.startswith("get_") and not content.graph and not computes):
+            return UNKNOWN
+        # `loss = net.set_forward_loss(x)`, of a set, is backpropagated
+        runs_nothing = torch_facts.runs_nothing(name) and path not in self.hints.graph_callees
+        if runs_nothing or (gives_gradients(name) and not given.all):
+            return NUMBER
+        if name.startswith("get_") and not looks_like_loss(name) and not computes:
+            return content.with_graph(Graph.MAYBE)  # `net.get_coefficients(out)` computes on what it is given
+        return self._detached(node, content) if looks_like_detaching(name) else None
+
+    def _run_method(
+        self, node: ast.Call, receiver: Value, name: str, path: str | None, given: Given, direct: bool
+    ) -> Value:
+        """The forward of a method, without gradients where all methods of its name turn them off."""
+        grad = self.state.grad
+        if self._always_without_graph(name):
+            self.state.grad = Graph.NO
+        result = self.forward(node, receiver, path, given, direct=direct)
+        self.state.grad = grad
+        if draws_from_network(name) and self._is_taken_off_its_graph(node):
+            for forward in self.trace.forwards_of(result.origins):
+                forward.taken_off |= forward.node is node
+        return result
 
     def _judges_others(self, node: ast.Call, content: Value) -> bool:
         """`disc.generator_loss(fake)`: a discriminator that is asked about what only others gave runs itself."""

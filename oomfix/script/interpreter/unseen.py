@@ -52,26 +52,15 @@ class Unseen(Containers):
         called_back = self._call_back(node, values)
         if self._is_backward_out_of_sight(path, given):
             return self._backward_out_of_sight(node, given)
-        if node.args and torch_facts.runs_module(last):
-            return self.run_argument(node, given)
-        if self.solves_equation_of_network(node, last, given):
-            return self.run_argument(node, given, direct=False)
-        if values and self._is_entry_of_network(node.func):
-            return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
+        if (result := self._runs_network_in_sight(node, path, given)) is not None:
+            return result
         if looks_like_thawing(last):
             self._thaw(node, given)
         content = combine(values)
         content = content if content.graph else self._left_on(node)
-        if last in _DRAWING_GRAPHS:
-            self.trace.backpropagated |= content.origins
         if content.graph and looks_like_detaching(last):
             return self._detached(node, content)
-        if content.graph and self._is_handed_on(node, path):
-            self.trace.handed_on.append((self.trace.next_order(), content.origins))
-            self._leave_on(node, content)
-        if content.graph and (self._is_given_what_it_trains(node, values) or self._is_given_terms(path, values)):
-            # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
-            self.trace.backpropagated |= content.origins
+        self._take_as_differentiated(node, path, values, content)
         if (network := self._in_its_place(node, given.positional)) is not None:
             return network
         is_class = last[:1].isupper() and not looks_like_loss(last) and not self._is_a_named_object(path)
@@ -82,25 +71,56 @@ class Unseen(Containers):
             made = self._made(node, last, content)
             return made._replace(ref=Handed(called_back)) if called_back and made.kind is Kind.UNKNOWN else made
         if path is not None:
-            if self._takes_the_name_of(node, path):
-                return self._network_made(node)
             named = bool(values) and not imported and looks_like_module(path)
-            if named and self._is_entry_of_makers(node.func):
-                return self._network_made(node)
-            named = named and not (self._is_a_transform(path) or self._is_method_of_an_object(node))
-            makes = last.endswith("_cls") or last.isupper()  # `model_cls(**config)` and `GAN(**config)` make one
-            named = named and (bool(given.positional) or not makes)
-            if self.hints.is_module(path) or named:
-                target = self._assigned_to(node)
-                asked = self.hints.owners_of_parts | self.hints.modules | self.hints.filled
-                used = target in asked or (is_class and target in self.hints.called)
-                if used or self._made_to_be_module(node):
-                    return self._network_made(node)
-                if not self.hints.is_loss(path) or self._is_network_and_loss(path, given):
-                    return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
+            if (result := self._by_its_path(node, path, given, is_class, named)) is not None:
+                return result
             if torch_facts.kind_of_call(path) is Kind.LOSS and last[:1].isupper() and not content.graph:
                 return Value(Kind.LOSS)
         return self._computed_out_of_sight(node, path, content)
+
+    def _runs_network_in_sight(self, node: ast.Call, path: str | None, given: Given) -> Value | None:
+        """What a network gives that the call is handed, or that holds what is called."""
+        if node.args and torch_facts.runs_module(last_of(path)):
+            return self.run_argument(node, given)
+        if self.solves_equation_of_network(node, last_of(path), given):
+            return self.run_argument(node, given, direct=False)
+        if given.all and self._is_entry_of_network(node.func):
+            return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
+        return None
+
+    def _take_as_differentiated(self, node: ast.Call, path: str | None, values: list[Value], content: Value) -> None:
+        """Note what may go back through the graph that a call is given."""
+        if last_of(path) in _DRAWING_GRAPHS:
+            self.trace.backpropagated |= content.origins
+        if content.graph and self._is_handed_on(node, path):
+            self.trace.handed_on.append((self.trace.next_order(), content.origins))
+            self._leave_on(node, content)
+        if content.graph and (self._is_given_what_it_trains(node, values) or self._is_given_terms(path, values)):
+            # `update_parameters(model, loss)`: what is handed a loss and what it trains may well backpropagate.
+            self.trace.backpropagated |= content.origins
+
+    def _by_its_path(self, node: ast.Call, path: str, given: Given, is_class: bool, named: bool) -> Value | None:
+        """A network that the path of a call says is made or run.
+
+        Args:
+            is_class: what is called is written as classes are.
+            named: it is called as networks are, and given something.
+        """
+        last = last_of(path)
+        if self._takes_the_name_of(node, path) or (named and self._is_entry_of_makers(node.func)):
+            return self._network_made(node)
+        makes = last.endswith("_cls") or last.isupper()  # `model_cls(**config)` and `GAN(**config)` make one
+        named = named and not (self._is_a_transform(path) or self._is_method_of_an_object(node))
+        named = named and (bool(given.positional) or not makes)
+        if not (self.hints.is_module(path) or named):
+            return None
+        target = self._assigned_to(node)
+        asked = self.hints.owners_of_parts | self.hints.modules | self.hints.filled
+        if target in asked or (is_class and target in self.hints.called) or self._made_to_be_module(node):
+            return self._network_made(node)
+        if self.hints.is_loss(path) and not self._is_network_and_loss(path, given):
+            return None
+        return self.forward(node, Value(Kind.MODULE, ref=path), path, given)
 
     def _computed_out_of_sight(self, node: ast.Call, path: str | None, content: Value) -> Value:
         """What a function gives that makes no object and runs no network that is known as one."""
