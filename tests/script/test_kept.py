@@ -256,6 +256,8 @@ OPERATIONS = [
     "sums = sums + loss",
     "sums -= loss * 2",
     "total.add_(loss)",
+    "total[len(kept)] = loss",
+    "total[: len(y)] = out.mean(1)",
     "kept.append(out - y)",
     "kept.append(out.sigmoid())",
     "kept.append(F.mse_loss(out, y))",
@@ -271,7 +273,8 @@ def test_an_operation_without_gradients_gives_no_graph(report, statement):
 
 
 @pytest.mark.parametrize(
-    "statement", ["kept.append(loss)", "kept += [loss]", "kept = [*kept, loss]", "kept.append(out.cpu())"]
+    "statement",
+    ["kept.append(loss)", "kept += [loss]", "kept = [*kept, loss]", "kept.append(out.cpu())", "kept[:0] = [loss]"],
 )
 def test_what_is_only_put_away_without_gradients_keeps_its_graph(report, statement):
     assert kept(report(WITHOUT_GRADIENTS.format(context="torch.no_grad()", statement=statement))) == [("OOM102", 10)]

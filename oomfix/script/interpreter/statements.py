@@ -183,14 +183,14 @@ class Statements(Expressions):
         self.evaluate(target.slice)
         target = self.part_of_tensor(target)
         base = self.evaluate(target.value)
-        content = flatten(value)
+        fresh = base.kind is Kind.TENSOR and base.is_tensor
+        content = self.computed(flatten(value)) if fresh else flatten(value)
         if content.divisors and base.graph and (divided := self.binding_of(target.value)) is not None:
             base = base._replace(divisors=base.divisors | content.divisors)
             self.assign(target.value, base, divided.statement, divided.loops)
         if base.kind is Kind.CONTAINER and content.graph and (added := added_to(value_node, ast.unparse(target))):
             self._accumulate(target, ast.unparse(target), value, statement, value_node, added)
             return
-        fresh = base.kind is Kind.TENSOR and base.is_tensor
         if self._put_called(target, value):
             return
         if not content.graph or not (fresh or base.kind is Kind.CONTAINER):
