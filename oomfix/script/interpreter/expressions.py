@@ -9,7 +9,13 @@ from typing import Any
 
 from oomfix.script.facts import torch_facts
 from oomfix.script.facts.definitions import Function, Inherited
-from oomfix.script.facts.named_like import is_likelihood, looks_like_loss, looks_like_metric, looks_like_part
+from oomfix.script.facts.named_like import (
+    is_likelihood,
+    looks_like_loss,
+    looks_like_metric,
+    looks_like_module,
+    looks_like_part,
+)
 from oomfix.script.facts.values import (
     MISSING,
     NONE,
@@ -49,6 +55,10 @@ def _constants(listed: Value) -> Any:
     """What a tuple or list holds, where all of it is known; MISSING where it is not."""
     held = [item.constant for item in listed.items or ()]
     return MISSING if not held or MISSING in held else held
+
+
+Called = tuple[ast.Name, Value]
+"""The name that a loop calls in each round, and the network that it is."""
 
 
 class Expressions(Calls):
@@ -313,8 +323,10 @@ class Expressions(Calls):
 
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:
         for generator in node.generators:
-            source = self.evaluate(generator.iter)
-            self.assign(generator.target, self.element(source), None)
+            element = self.element(self.evaluate(generator.iter))
+            self.assign(generator.target, element, None)
+            if (network := self.network_called(generator, node, element)) is not None:
+                self.assign(*network, None)
             for condition in generator.ifs:
                 self.evaluate(condition)
         content = self.evaluate(node.value if isinstance(node, ast.DictComp) else node.elt)
@@ -323,6 +335,56 @@ class Expressions(Calls):
             named = isinstance(node, ast.DictComp) and content.kind is not Kind.OPTIMIZER
             return Value(Kind.CONTAINER if named else Kind.SEQUENCE, items=(content,))
         return Value(Kind.CONTAINER, content_flat.graph, content_flat.origins, divisors=content_flat.divisors)
+
+    def network_called(
+        self, loop: ast.For | ast.AsyncFor | ast.comprehension, rounds: ast.AST, element: Value
+    ) -> Called | None:
+        """What every round calls of the layers of a network, or of several networks, as frozen as the whole is.
+
+        Args:
+            loop: what binds a name in each round.
+            rounds: the loop or comprehension.
+            element: what is known of what it goes through.
+        """
+        from oomfix.script.interpreter.layers_one_by_one import (
+            layer_called,
+            network_gone_through,
+            networks_gone_through,
+        )
+
+        name = layer_called(loop.target, rounds, self.hints.called)
+        if name is None:
+            return None
+        whole = network_gone_through(loop.iter, self.as_assigned)
+        if whole is None or not self._is_of_network(whole):
+            whole = networks_gone_through(loop.iter)
+            if _last_part(element) != UNKNOWN or any(map(looks_like_module, self.hints.made_by.get(name.id, ()))):
+                return None  # it makes networks: `for build in models: net = build(8)`
+        if whole is None:
+            return None
+        network = Value(Kind.MODULE, ref=self.trace.number("layer", id(loop), self.way))
+        if self.is_of_frozen(whole, self.evaluate(whole), path_of(whole)):
+            self.state.frozen[network.ref] = True
+        return name, network
+
+    def _is_of_network(self, node: ast.expr) -> bool:
+        """`net`, and `net.features`."""
+        value = self.evaluate(node)
+        if self.is_network(node, value) or (value.kind is Kind.UNKNOWN and looks_like_module(path_of(node) or "")):
+            return True
+        return isinstance(node, ast.Attribute) and looks_like_part(node.attr) and self._is_of_network(node.value)
+
+    def as_assigned(self, node: ast.expr) -> ast.expr:
+        """What a name was assigned, as it is written; everything else as it is."""
+        binding = self.binding_of(node) if isinstance(node, ast.Name | ast.Attribute) else None
+        statement = binding.statement if binding is not None else None
+        if not isinstance(statement, ast.Assign):
+            return node
+        target, value = statement.targets[0], statement.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=False))
+        return next((written for name, written in pairs if path_of(name) == path_of(node)), node)
 
     def _lambda(self, node: ast.Lambda) -> Value:
         return Value(Kind.FUNCTION, ref=(Function(node, "<lambda>", self.frame), None))
@@ -349,6 +411,13 @@ class Expressions(Calls):
         if value.constant is MISSING:
             return None
         return bool(value.constant)
+
+
+def _last_part(value: Value) -> Value:
+    """What is known of `net` of `for i, (name, net) in ...`."""
+    while value.items:
+        value = value.items[-1]
+    return value
 
 
 def _is_mean(node: ast.BinOp) -> bool:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from oomfix.script.facts.hints import Hints
-from oomfix.script.facts.named_like import looks_like_module, looks_like_part
 from oomfix.script.facts.trace import Guard, Loop, Trace
 from oomfix.script.facts.values import NUMBER, UNKNOWN, Graph, Kind, Value, flatten
 from oomfix.script.interpreter.core import Path
 from oomfix.script.interpreter.entering import Entering
+from oomfix.script.interpreter.expressions import Called
 from oomfix.script.interpreter.freezing import frozen_by, thawed_by
 from oomfix.script.interpreter.phases import Phase, phases_told_apart, phases_written
 from oomfix.script.interpreter.repeated_tests import asked_by, bound_by, recall, remember
@@ -20,9 +20,6 @@ from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.narrowing import narrowed_by, narrowed_to_terms
 from oomfix.script.syntax.nodes import walk
 from oomfix.script.syntax.pieces import pieces_of
-
-_Layer = tuple[ast.Name, Value]
-"""The name that a loop calls in each round, and the layer of a network that it is."""
 
 _MAX_WAYS = 30
 """How often a statement is followed on average, before what is left is given up."""
@@ -195,7 +192,7 @@ class Flow(Entering):
             self.trace.loops_over_parts.add(node)
         if flatten(source).graph:
             self.trace.loops_over_graphs.add(node)
-        if (pieces := pieces_of(node, self._as_assigned)) is not None:
+        if (pieces := pieces_of(node, self.as_assigned)) is not None:
             self.trace.loops_over_pieces[node] = pieces
             binding = self.binding_of(pieces.whole)
             if self.loops and binding is not None and binding.loops[: len(self.loops)] == self.loops:
@@ -204,10 +201,11 @@ class Flow(Entering):
             network, trains = frozen
             if isinstance(value := self.evaluate(trains).constant, bool):
                 self.freeze(network, not value)
-        for whole in thawed_by(node, self._as_assigned(node.iter), self.hints.thawed):
+        for whole in thawed_by(node, self.as_assigned(node.iter), self.hints.thawed):
             if path_of(whole) is not None and self.is_frozen(self.evaluate(whole), path_of(whole)):
                 self.freeze(whole, False)
-        element, layer = self.element(source), self._layer_of(node)
+        element = self.element(source)
+        layer = self.network_called(node, node, element)
         if phases:
             self._rounds_over(node, element, phases)
         else:
@@ -215,29 +213,7 @@ class Flow(Entering):
         if self.frame.state is not None:
             self._block(node.orelse)
 
-    def _layer_of(self, node: ast.For | ast.AsyncFor) -> _Layer | None:
-        """A layer of the network whose layers a loop runs one by one, as frozen as the network is."""
-        from oomfix.script.interpreter.layers_one_by_one import layer_called, network_gone_through
-
-        name = layer_called(node, self.hints.called)
-        network = None if name is None else network_gone_through(node.iter, self._as_assigned)
-        if name is None or network is None:
-            return None
-        if not self._is_of_network(network):
-            return None
-        layer = Value(Kind.MODULE, ref=self.trace.number("layer", id(node), self.way))
-        if self.is_of_frozen(network, self.evaluate(network), path_of(network)):
-            self.state.frozen[layer.ref] = True
-        return name, layer
-
-    def _is_of_network(self, node: ast.expr) -> bool:
-        """`net`, and `net.features`."""
-        value = self.evaluate(node)
-        if self.is_network(node, value) or (value.kind is Kind.UNKNOWN and looks_like_module(path_of(node) or "")):
-            return True
-        return isinstance(node, ast.Attribute) and looks_like_part(node.attr) and self._is_of_network(node.value)
-
-    def _bind_element(self, node: ast.For | ast.AsyncFor, element: Value, layer: _Layer | None) -> None:
+    def _bind_element(self, node: ast.For | ast.AsyncFor, element: Value, layer: Called | None) -> None:
         """What a round of a loop binds."""
         self.assign(node.target, element, node)
         if layer is not None:
@@ -253,18 +229,6 @@ class Flow(Entering):
         if binding is None or binding.loops != self.loops:
             return False
         return binding.value.kind in (Kind.SEQUENCE, Kind.CONTAINER) or bool(binding.value.graph)
-
-    def _as_assigned(self, node: ast.expr) -> ast.expr:
-        """What a name was assigned, as it is written; everything else as it is."""
-        binding = self.binding_of(node) if isinstance(node, ast.Name | ast.Attribute) else None
-        statement = binding.statement if binding is not None else None
-        if not isinstance(statement, ast.Assign):
-            return node
-        target, value = statement.targets[0], statement.value
-        pairs = [(target, value)]
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            pairs = list(zip(target.elts, value.elts, strict=False))
-        return next((written for name, written in pairs if path_of(name) == path_of(node)), node)
 
     def _while(self, node: ast.While) -> None:
         self._loop(node, lambda: self.evaluate(node.test))

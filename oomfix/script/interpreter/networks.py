@@ -32,11 +32,14 @@ class Networks(Functions):
             node = node.func.value  # `net.eval().cuda()` is `net`
         path, binding = path_of(node), self.binding_of(node)
         if path is not None and binding is not None and isinstance(binding.statement, ast.For):
-            self._freeze_each(path, binding.statement.iter, frozen)
+            self._freeze_each(path, binding.statement, frozen)
         self._freeze_one(node, network, frozen)
 
-    def _freeze_each(self, path: str, source: ast.expr, frozen: bool) -> None:
+    def _freeze_each(self, path: str, loop: ast.For, frozen: bool) -> None:
         """What a loop over several networks calls `path`: those that are known, and any other by that name."""
+        source = loop.iter
+        if path_of(source) is not None and self.scopes and self.scopes[-1] is loop:  # all of them
+            self.state.frozen[self._frozen_key(self.evaluate(source), path_of(source))] = frozen
         items = self.evaluate(source).items or ()
         known = [one for one in items if one.kind is Kind.MODULE and not isinstance(one.ref, str | None)]
         for one in known:

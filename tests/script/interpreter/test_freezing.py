@@ -730,3 +730,34 @@ def test_a_loop_that_leaves_some_parameters_trained_freezes_no_network(report, b
                 print(net(x.cuda()).argmax(1))
     """
     assert [code for code, _ in report(code)] == found
+
+
+ENSEMBLE = """
+    import torch
+
+    def train(net, models, loader):
+        {frozen}
+        for x, y in loader:
+            parts = []
+            for member in models:
+                parts.append(member(x.cuda()))
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = criterion(net(torch.cat(parts, 1)), y)
+            loss.backward()
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("frozen", "found"),
+    [
+        ("for one in models:\n            for p in one.parameters():\n                p.requires_grad = False", []),
+        ("for one in models: one.requires_grad_(False)", []),
+        ("for one in models: one.requires_grad_(True)", ["OOM202"]),
+        ("for one in others: one.requires_grad_(False)", ["OOM202"]),
+        ("for i, one in enumerate(models):\n            if i: one.requires_grad_(False)", ["OOM202"]),
+        ("for one in models:\n            if not one.trains: one.requires_grad_(False)", ["OOM202"]),
+    ],
+)
+def test_networks_are_frozen_where_a_loop_freezes_every_one(report, frozen, found):
+    assert [code for code, _ in report(ENSEMBLE.format(frozen=frozen))] == found
