@@ -32,3 +32,20 @@ def test_schedulers_out_of_a_list_are_no_optimizers():
     header = "for s in opt_schedulers:\n        s.step()\n"
     loop = f"for x, y in loader:\n    loss = F.cross_entropy(model(x), y)\n    loss.backward()\n    {header}"
     assert apply(loop)[1] == [("none", "no optimizer step and no update of parameters is in sight")]
+
+
+@pytest.mark.parametrize("key", ["scheduler", "lr_sched"])
+def test_a_scheduler_that_is_kept_beside_its_optimizer_is_none(key):
+    body = f"""\
+        optim = {{"all": {{"opt": optimizer, "{key}": schedule_of(optimizer)}}}}
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            for opt in optim.values():
+                opt["opt"].step()
+                opt["{key}"].step()
+                opt["opt"].zero_grad()
+        """
+    text, forms = apply(body)
+    assert forms == [("micro-batched", None)]
+    assert f"""memory.step(opt["opt"])\n        opt["{key}"].step()\n""" in text

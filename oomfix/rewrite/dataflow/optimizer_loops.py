@@ -7,24 +7,29 @@ import ast
 from oomfix.rewrite.dataflow.blocks import Blocks
 from oomfix.rewrite.dataflow.changes import changed_paths, overlap, paths_read
 from oomfix.rewrite.dataflow.liveness import FunctionNode, names_bound, names_bound_by_target, nodes_of_scope_body
+from oomfix.script.facts.trace import Step
 from oomfix.script.syntax.names import last_name
+from oomfix.script.syntax.nodes import names_in
 
 _ITERATORS = frozenset({"iter", "map", "filter", "zip", "enumerate", "reversed", "chain"})
 
 
-def loop_over_optimizers(optimizer: str, step: ast.AST, reader: ast.stmt, blocks: Blocks) -> ast.For | None:
-    """The loop that binds the optimizer of a step, behind a statement that reads gradients; None where none does.
+def optimizer_of(step: Step) -> ast.expr:
+    """What stands for the optimizer: `optimizer` of `optimizer.step()` and of `scaler.step(optimizer)`."""
+    assert isinstance(step.node.func, ast.Attribute)
+    return step.node.args[0] if step.scaled and step.node.args else step.node.func.value
 
-    Args:
-        optimizer: the path that stands for it.
-        step: a node of its step.
-        reader: the statement.
-        blocks: where nodes stand.
+
+def loop_over_optimizers(step: Step, reader: ast.stmt, blocks: Blocks) -> ast.For | None:
+    """The loop that binds what stands for the optimizer of a step, behind a statement that reads gradients.
+
+    None where no loop does. `optimizers[i]` and `parts["optimizer"]` stand for one in a loop that binds `i` or `parts`.
     """
-    for parent in blocks.ancestors(step):
+    names = names_in(optimizer_of(step))
+    for parent in blocks.ancestors(step.node):
         if isinstance(parent, FunctionNode):
             break
-        if isinstance(parent, ast.For) and optimizer.split(".")[0] in names_bound_by_target(parent.target):
+        if isinstance(parent, ast.For) and names & names_bound_by_target(parent.target):
             return parent if reader.lineno < parent.lineno else None
     return None
 

@@ -128,7 +128,7 @@ class ScaleWatch:
         `for optimizer in optimizers:` can mostly be gone through ahead of it as well.
         """
         for step in steps:
-            loop = loop_over_optimizers(step.optimizer, step.node, reader, self._blocks)
+            loop = loop_over_optimizers(step, reader, self._blocks)
             if loop is not None and not may_run_ahead(loop, reader, self._blocks):
                 return loop.lineno
         scope = self._blocks.scope_of(reader)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from oomfix.rewrite.dataflow.liveness import FunctionNode, Scope, nodes_of_scope_body
 from oomfix.rewrite.dataflow.on_gradients import is_zero_grad
-from oomfix.rewrite.dataflow.optimizer_loops import loop_over_optimizers
+from oomfix.rewrite.dataflow.optimizer_loops import loop_over_optimizers, optimizer_of
 from oomfix.rewrite.facts.amp import differentiated
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.scale import reads_gradients
@@ -71,7 +71,7 @@ class InPlace:
         return not all(other.retains for other in ways) or any(map(self._reading.script.is_needed_later, ways))
 
     def _step(self, step: Step, resets: Resets, removed: set[int]) -> Iterator[Edit]:
-        node, optimizer = step.node, _optimizer_of(step)
+        node, optimizer = step.node, optimizer_of(step)
         path = path_of(optimizer)
         statement = self._blocks.statement_of(node)
         also_resets = path is not None
@@ -92,7 +92,7 @@ class InPlace:
         """
         known = self._amp.unscaled(verdict.steps)
         for step in verdict.steps:
-            optimizer = _optimizer_of(step)
+            optimizer = optimizer_of(step)
             path, scope = path_of(optimizer), self._blocks.scope_of(step.node)
             # what is stepped behind a loop may be made there, by a backward of its own
             own = [] if step in verdict.loop.later_steps else [event.node for event in verdict.backwards]
@@ -115,7 +115,7 @@ class InPlace:
             readers = [self._first_readers(scope, place, step.node) for place in (first, max(last, default=first))]
             for reader in readers[0] or readers[1]:
                 call = f"{self._name}.unscale_({self._source.segment(optimizer)})"
-                loop = loop_over_optimizers(path or "", optimizer, reader, self._blocks)
+                loop = loop_over_optimizers(step, reader, self._blocks)
                 yield self._ahead_of(reader, call, loop)
 
     @staticmethod
@@ -185,12 +185,6 @@ class InPlace:
             if not any(around.issuperset(map(id, self._blocks.conditions_of(other))) for other in before):
                 found.append(statement)
         return found
-
-
-def _optimizer_of(step: Step) -> ast.expr:
-    """What stands for the optimizer: `optimizer` of `optimizer.step()` and of `scaler.step(optimizer)`."""
-    assert isinstance(step.node.func, ast.Attribute)
-    return step.node.args[0] if step.scaled and step.node.args else step.node.func.value
 
 
 def _place(node: ast.expr | ast.stmt) -> tuple[int, int]:

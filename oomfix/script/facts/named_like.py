@@ -299,9 +299,8 @@ def looks_like_network_with_loss(name: str) -> bool:
 
 
 def looks_like_optimizer(name: str) -> bool:
-    """Whether a name is usually an optimizer, as `optimizer_scheduler` is not."""
-    last = _last(name)
-    return bool(_OPTIMIZER_NAME.search(last)) and "sched" not in last.lower()
+    """Whether a name is usually an optimizer, as `optimizer_scheduler` and `optim["scheduler"]` are not."""
+    return bool(_OPTIMIZER_NAME.search(_last(name))) and "sched" not in last_of(name).lower()
 
 
 def looks_like_state(path: str) -> bool:

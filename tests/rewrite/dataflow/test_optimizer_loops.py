@@ -68,10 +68,12 @@ for step in range(4):
         optimizer.zero_grad(set_to_none=True)
     print(f"{{loss.item():.9f}}")
 """
+PLAIN = {"header": "", "margin": ""}
+STEPS = "    for optimizer in optimizers:\n        optimizer.step()\n"
 PARTS = {"header": "for part in range(3):\n        ", "margin": "    "}
 
 
-@pytest.mark.parametrize("around", [{"header": "", "margin": ""}, PARTS], ids=["one batch", "an inner loop"])
+@pytest.mark.parametrize("around", [PLAIN, PARTS], ids=["one batch", "an inner loop"])
 @pytest.mark.parametrize(
     ("clip", "unscaled"),
     [
@@ -95,6 +97,23 @@ def test_each_optimizer_that_a_loop_steps_is_unscaled_ahead_of_a_clip_of_all(aro
     assert_close(run(text), run(after.text))
 
 
+@pytest.mark.parametrize(
+    ("header", "optimizer"),
+    [
+        ("for i in range(2):", "optimizers[i]"),
+        ("for i, _ in enumerate(optimizers):", "optimizers[i]"),
+        ('for part in [{"optimizer": one} for one in optimizers]:', 'part["optimizer"]'),
+    ],
+)
+def test_each_optimizer_that_a_loop_asks_for_is_unscaled_ahead_of_a_clip_of_all(header, optimizer):
+    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
+    text = SEVERAL.format(clip=clip, **PLAIN).replace(STEPS, f"    {header}\n        {optimizer}.step()\n")
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert f"    {header}\n        memory.unscale_({optimizer})\n    {clip}\n" in after.text
+    assert_same_bits(run(text), run(after.text, preset="off"))
+    assert_close(run(text), run(after.text))
+
+
 def test_an_optimizer_that_is_named_behind_a_clip_takes_no_scaled_gradients():
     text, forms = apply("""\
         optimizers = {"all": optimizer}
@@ -108,10 +127,6 @@ def test_an_optimizer_that_is_named_behind_a_clip_takes_no_scaled_gradients():
         """)
     assert forms == [("micro-batched", None)]
     assert 'preset("16gb", precision="no-fp16")' in text and "unscale_" not in text
-
-
-PLAIN = {"header": "", "margin": ""}
-STEPS = "    for optimizer in optimizers:\n        optimizer.step()\n"
 
 
 @pytest.mark.parametrize(
