@@ -408,6 +408,17 @@ def test_gradient_hooks_force_the_whole_batch(where):
     assert len(gradients) == 1
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_scaled_by_how_often_an_index_comes_are_those_of_the_whole_batch(kind, relative_error):
+    """The few rows that are checked each have another index, which comes once in the parts as in the whole."""
+    table = kind(20, 4, scale_grad_by_freq=True)
+    reference, memory = copy.deepcopy(table), runtime.preset("16gb", micro_batches=3)
+    indices = torch.arange(12).fmod(6).view(12, 1)
+    reference(indices).pow(2).mean().backward()
+    memory.forward_backward(lambda indices: table(indices).pow(2).mean(), indices)
+    assert relative_error(table, reference) < 1e-6
+
+
 def test_batch_norm_starts_whole_and_its_statistics_forget_as_much_as_for_one_batch(caplog):
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(6, momentum=0.2)

@@ -353,6 +353,8 @@ class Known:
         for module in self.modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 return f"{type(module).__name__} has a backward hook, which would see gradients of parts"
+            if getattr(module, "scale_grad_by_freq", False):
+                return f"{type(module).__name__} scales its gradients by how often a batch has each index"
             for name, parameter in module._parameters.items():
                 if parameter is not None and has_hook(parameter):
                     return f"parameter {name!r} has a hook, which would see gradients of parts"

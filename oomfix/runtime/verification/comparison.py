@@ -35,7 +35,7 @@ from oomfix.runtime.verification.hinges import closed_alike
 from oomfix.runtime.verification.left_attributes import Left, left_by
 from oomfix.runtime.verification.one_run import OneRun
 from oomfix.runtime.verification.own_targets import Noted, OwnMeans
-from oomfix.runtime.verification.thresholds import are_cut_later, go_across, note_thresholds
+from oomfix.runtime.verification.thresholds import are_cut_later, go_across, leave_torch, note_thresholds
 from oomfix.runtime.verification.told_numbers import ToldNumbers
 from oomfix.runtime.verification.watching import HeldOut, Watch
 
@@ -176,6 +176,7 @@ class _Comparison:
                 found.alike_masks, found.empty_masks = alike(*masks), empty(*masks)
                 found.closed_hinges = closed_alike(whole.watch.hinges, part.watch.hinges)
                 found.selects |= go_across(whole, count, part, cut)
+                found.leaves = leave_torch(whole, count, part, cut)
         # those that keep to their mean are hidden from what divides the others (checkpoints, compiled code)
         are_divided = self._own_means is not None and self._own_means.all_counted()
         found.own_targets = places if are_divided and not any(part.nll_weights for part in parts) else ()
@@ -280,7 +281,10 @@ class _Comparison:
         copies = [tensor for tensor in trees.tensors((args, kwargs)) if id(tensor) not in given]
         self._turned += [(copy, copy._version) for copy in copies if steps_first]
         border, opened = around_checked(), self._how.opened
-        watch = Watch(end - begin, held_out, self._writes, self._storages, mask_gaps, opened, steps_first)
+        rows_of_batch = storages_of(trees.tensors((args, kwargs)))
+        watch = Watch(
+            end - begin, held_out, self._writes, self._storages, mask_gaps, opened, steps_first, rows_of_batch
+        )
         # passed by every function of torch, so only the runs that are compared by it get it
         watches = light or watched or bool(opened)
         closing = watch.closing(border) if watches else border or nullcontext()

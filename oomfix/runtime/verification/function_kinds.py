@@ -26,6 +26,8 @@ _CASTS = ("long", "int", "short", "to", "type")  # and these, where the result i
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 # these give each of what is marked its number
 _NUMBERINGS = ("cumsum",)
+# these give numbers to what a check does not watch
+_LEAVING = ("numpy", "__array__", "tolist")
 # these say where the samples are that some are picked by
 _PICKING = ("nonzero", "argwhere", "masked_select")
 # others that give a mask
@@ -61,6 +63,7 @@ class Kind(Enum):
     MASKS = auto()
     DISTINGUISHES = auto()
     READS = auto()
+    LEAVES = auto()
     DECIDES = auto()
 
 
@@ -83,6 +86,7 @@ _NAMED = (
     (Kind.MASKS, _MASKS),
     (Kind.DISTINGUISHES, ("unique",)),
     (Kind.READS, ("item",)),
+    (Kind.LEAVES, _LEAVING),
     (Kind.DECIDES, NAMES),
     (Kind.ADDS, _ADDITIONS),
     (Kind.SELECTS, _SELECTIONS),

@@ -8,6 +8,7 @@ from oomfix.runtime.batches.rule_choice import close
 from oomfix.runtime.verification.compared_numbers import Bent
 from oomfix.runtime.verification.counted_first import Amount
 from oomfix.runtime.verification.evidence import Evidence
+from oomfix.runtime.verification.function_kinds import Kind
 from oomfix.runtime.verification.one_run import OneRun
 
 
@@ -46,10 +47,19 @@ def go_across(whole: OneRun, rows: int, part: OneRun, rows_of_part: int) -> bool
 
     Another number of functions of a kind is that of a loop over samples, whose sizes are their own.
     """
-    of_whole, of_part = whole.watch.across, part.watch.across
-    kinds = [kind for kind in of_whole if len(of_whole[kind]) == len(of_part.get(kind, ()))]
-    pairs = ((a, b) for kind in kinds for a, b in zip(of_whole[kind], of_part[kind], strict=True))
-    return any(a.grows(rows, b, rows_of_part) for a, b in pairs)
+    return any(_grow(kind, whole, rows, part, rows_of_part) for kind in whole.watch.across if kind is not Kind.LEAVES)
+
+
+def leave_torch(whole: OneRun, rows: int, part: OneRun, rows_of_part: int) -> bool:
+    """Whether numbers of samples leave torch, as many as there are samples."""
+    return _grow(Kind.LEAVES, whole, rows, part, rows_of_part)
+
+
+def _grow(kind: Kind, whole: OneRun, rows: int, part: OneRun, rows_of_part: int) -> bool:
+    of_whole, of_part = (run.watch.across.get(kind, []) for run in (whole, part))
+    if len(of_whole) != len(of_part):
+        return False
+    return any(a.grows(rows, b, rows_of_part) for a, b in zip(of_whole, of_part, strict=True))
 
 
 def are_cut_later(whole: OneRun, rows: int, part: OneRun, rows_of_part: int, batch: int) -> bool:

@@ -3,6 +3,7 @@
 Far cheaper than watching every operation (`probe.Probe`), and enough for a forward that draws no random numbers.
 """
 
+import operator
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -81,23 +82,31 @@ class Across:
 
 @dataclass(frozen=True)
 class Kept:
-    """Of how many entries the first ones were kept.
+    """Which of how many entries were kept.
 
     Attributes:
         number: so many were there.
-        at_most: so many are kept.
+        at_most: the first of so many are kept.
+        since: those before this one are not.
     """
 
     number: int
     at_most: int
+    since: int = 0
 
     def cuts_more(self, rows: int, other: "Kept", other_rows: int, batch: int) -> bool:
-        """Whether this, on so many rows, and the same of a part kept all, and may not in a batch of so many."""
-        alike = self.at_most == other.at_most and max(self.number, other.number) <= self.at_most
-        if not alike or self.number == other.number:
+        """Whether this, on so many rows, and the same of a part kept all, and may not in a batch of so many.
+
+        What is not kept from the first one on has its place in the batch, which a part does not have.
+        """
+        if (self.at_most, self.since) != (other.at_most, other.since) or self.number == other.number:
+            return False
+        by_rows = self.number * other_rows == other.number * rows
+        if self.since:
+            return by_rows
+        if max(self.number, other.number) > self.at_most:
             return False
         # of what a mask leaves, there may be any number
-        by_rows = self.number * other_rows == other.number * rows
         return not by_rows or self.number * batch > self.at_most * rows
 
 
@@ -125,6 +134,7 @@ class Watch(TorchFunctionMode):
         gaps: numbers of the comparisons whose masks get a gap, see `computed_masks`.
         opened: numbers of the hinges that give what goes in, see `hinges`.
         steps_first: samples stand behind time steps.
+        given: storages of what the run is given.
     """
 
     def __init__(
@@ -136,6 +146,7 @@ class Watch(TorchFunctionMode):
         gaps: Collection[int] = (),
         opened: Collection[int] = (),
         steps_first: bool = False,
+        given: Collection[int] = (),
     ) -> None:
         super().__init__()
         self._border: Closed | None = None
@@ -158,6 +169,7 @@ class Watch(TorchFunctionMode):
         self._decided = iter(list(held_out.decisions)) if held_out is not None and held_out.decided else None
         self._writes = writes
         self._outside = outside
+        self._given = given
 
     def __exit__(self, *error: Any) -> None:
         if self._held_out is not None:
@@ -192,6 +204,9 @@ class Watch(TorchFunctionMode):
             return self._cross_entropy(func, args, dict(kwargs))
         if kind is Kind.READS:
             return self._read(func(*args), args[0])
+        if kind is Kind.LEAVES:
+            self._let_leave(args[0])
+            return func(*args, **kwargs)
         if kind in (Kind.CASTS, Kind.COUNTS):
             made = self._note_made(kind, func(*args, **kwargs), args)
             if kind is Kind.COUNTS:
@@ -245,6 +260,9 @@ class Watch(TorchFunctionMode):
     def is_made(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor was not there before."""
         return tensor.layout != torch.strided or tensor.untyped_storage()._cdata not in self._outside
+
+    def _is_given(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._given
 
     def decides(self) -> bool:
         """Whether the program may go by one number for the whole batch, which all parts have to be asked for then."""
@@ -328,10 +346,13 @@ class Watch(TorchFunctionMode):
 
     def _keep_first(self, values: Any, taken: Any) -> None:
         first = taken[0] if isinstance(taken, tuple) and taken else taken
-        if not isinstance(first, slice) or first.start or not isinstance(first.stop, int) or first.stop <= 0:
+        if not isinstance(first, slice) or not isinstance(values, torch.Tensor) or not values.dim():
             return
-        if isinstance(values, torch.Tensor) and values.dim():
-            self.kept.append(Kept(len(values), first.stop))
+        since, until = (
+            operator.index(bound) if hasattr(bound, "__index__") else 0 for bound in (first.start, first.stop)
+        )
+        if since > 0 or (not since and until > 0):
+            self.kept.append(Kept(len(values), until, since))
 
     def _number_marked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a running count of marks in several columns: who comes first to an expert may be served."""
@@ -344,6 +365,11 @@ class Watch(TorchFunctionMode):
             return
         if not marks.is_complex() and bool(((marks == 0) | (marks == 1)).all()):
             self._note_across(Kind.NUMBERS, Across(values.shape[dim], by_pairs=False))
+
+    def _let_leave(self, values: torch.Tensor) -> None:
+        """Note that numbers of samples leave torch, where the program may put them into an order."""
+        if values.dim() and values.is_floating_point() and self.is_made(values) and not self._is_given(values):
+            self._note_across(Kind.LEAVES, Across(values.numel(), by_pairs=False))
 
     def _take_each(self, kind: Kind, values: Any = None) -> None:
         if isinstance(values, torch.Tensor) and values.dim():
