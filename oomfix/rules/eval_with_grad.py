@@ -58,7 +58,7 @@ class EvalWithGrad(Rule):
                 script.place(forward.node),
                 "evaluation with gradients enabled: every activation is saved for a backward that never comes",
                 edits=no_grad_edits(script, forward),
-                by_hand=why_not_edited(script),
+                by_hand=why_not_edited(script, forward),
             )
 
     INVALID = [

@@ -152,6 +152,53 @@ def test_a_finding_without_an_edit_says_why(name, given, reason):
     assert finding.message.endswith(f"(no automatic fix: {reason})")
 
 
+EVALUATED = """
+def validate(model, loader):
+    model.eval()
+    for x in loader:
+        print(model(x))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [
+        ("import torch\n" + EVALUATED, "def validate"),
+        (EVALUATED.replace("    model.eval()", "    import torch\n    model.eval()"), "for x"),
+        ("def helper():\n    import torch\n" + EVALUATED, None),
+        (EVALUATED + "\nif __name__ == '__main__':\n    import torch\n    validate(torch.nn.Linear(2, 2), [])\n", None),
+        ("from helpers import *\n" + EVALUATED, None),
+        ("from helpers import *\n\ndevice = torch.device('cpu')\n" + EVALUATED, "def validate"),
+        ("from helpers import *\n\ndef seed():\n    import torch\n    torch.manual_seed(0)\n" + EVALUATED, None),
+        ("class Tests:\n    import torch\n" + EVALUATED, None),
+        ("try:\n    import torch\nexcept ImportError:\n    pass\n" + EVALUATED, "def validate"),
+    ],
+    ids=[
+        "at the top",
+        "in the function itself",
+        "in another function",
+        "below",
+        "perhaps from a star",
+        "from a star",
+        "a star, and torch in another function",
+        "in a class",
+        "if there is one",
+    ],
+)
+def test_torch_is_named_where_an_import_has_bound_it(code, place):
+    """A decorator runs with the file: a name that is not bound there ends the script that imports it."""
+    _, fixed = fix(code)
+    lines = fixed.splitlines()
+    named = [index for index, line in enumerate(lines) if "torch.no_grad()" in line]
+    assert [lines[index + 1].strip().startswith(place) for index in named] == ([] if place is None else [True])
+
+
+def test_an_import_out_of_reach_is_the_reason_for_no_edit():
+    code = "def seed():\n    import torch\n    torch.manual_seed(0)\n" + EVALUATED
+    [finding] = EvalWithGrad().check(Script.read(Source.from_bytes("train.py", code.encode())))
+    assert finding.message.endswith("(no automatic fix: torch is not imported as `torch`)")
+
+
 def test_line_endings_and_decorators_are_kept():
     code = (
         "import torch\r\n\r\nclass T:\r\n\t@timed\r\n\tdef validate(self, loader):\r\n"

@@ -23,9 +23,9 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
 
     A helper that gives its caller a graph is left alone where other files may call it: its caller is decorated.
     Empty where neither is certain: the forward is trained through on another way, its result goes out of sight, its
-    network differentiates by its inputs, or torch is not imported under its own name.
+    network differentiates by its inputs, or no import has bound `torch` there.
     """
-    if not _imports_torch(script) or forward.escaped:
+    if forward.escaped:
         return ()
     if differentiates_its_inputs(forward, script.evaluation_forwards):
         return ()
@@ -42,19 +42,24 @@ def no_grad_edits(script: Script, forward: Forward) -> tuple[Edit, ...]:
         return ()
     if isinstance(node, ast.AsyncFunctionDef) or _may_need_gradients_out_of_sight(script, node):
         return _wrapped_loop(script, forward)
+    if not _has_torch(script, node):
+        return _wrapped_loop(script, forward)
     # Right above `def`: other decorators (property, classmethod, a web route) take the function as it then is.
     start = script.source.offset(node.lineno, node.col_offset)
     margin = script.source.text[line_start(script.source, start) : start]
     return (Edit(start, start, f"@torch.no_grad(){newline_of(script.source)}{margin}"),)
 
 
-def why_not_edited(script: Script) -> str:
-    """Why an evaluation pass of a script is left to be changed by hand."""
-    return "the code around it may need gradients" if _imports_torch(script) else "torch is not imported as `torch`"
+def why_not_edited(script: Script, forward: Forward) -> str:
+    """Why an evaluation pass is left to be changed by hand."""
+    function = where_graph_ends(forward, script.trace).site.function
+    has_torch = _has_torch(script, forward.node if function is None else function.node)
+    return "the code around it may need gradients" if has_torch else "torch is not imported as `torch`"
 
 
-def _imports_torch(script: Script) -> bool:
-    return "torch" in script.imports.names.get("torch", ())
+def _has_torch(script: Script, node: ast.expr | ast.stmt) -> bool:
+    """Whether `torch` is torch right ahead of a node: a decorator is run where its function is defined."""
+    return "torch" in script.imports.names.get("torch", ()) and script.imports.binds_ahead("torch", node.lineno)
 
 
 def _is_switched_on_again(script: Script, forward: Forward) -> bool:
@@ -159,7 +164,7 @@ def _wrapped_loop(script: Script, forward: Forward) -> tuple[Edit, ...]:
             or _may_make_a_loss(script, forward, loop)
         ):
             continue
-        if not _may_need_gradients_out_of_sight(script, loop):
+        if _has_torch(script, loop) and not _may_need_gradients_out_of_sight(script, loop):
             return wrap(script.source, loop, "with torch.no_grad():")
     return ()
 

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from functools import cached_property
 
-from oomfix.script.syntax.names import imported
+from oomfix.script.syntax.names import imported, last_of, path_of
 from oomfix.script.syntax.nodes import Nodes
 
 
@@ -18,16 +18,18 @@ class Imports:
         self.nodes = nodes
         self.names: dict[str, set[str]] = {}
         """Local name -> qualified names (more than one after `try`/`except ImportError`)."""
-        statements: list[ast.Import | ast.ImportFrom] = [*nodes.of(ast.Import), *nodes.of(ast.ImportFrom)]
-        for statement in statements:
-            if statement.names[0].name != "*":
-                for name, qualified in imported(statement):
-                    self.names.setdefault(name, set()).add(qualified)
-        for statement in statements:
-            if statement.names[0].name == "*":
-                for name, qualified in imported(statement):
-                    self.names.setdefault(name, {qualified})
+        for statement in self._statements(starred=False):
+            for name, qualified in imported(statement):
+                self.names.setdefault(name, set()).add(qualified)
+        for statement in self._statements(starred=True):
+            for name, qualified in imported(statement):
+                self.names.setdefault(name, {qualified})
         self._follow_aliases()
+
+    def _statements(self, starred: bool) -> list[ast.Import | ast.ImportFrom]:
+        """The imports with a star, or those without."""
+        statements: list[ast.Import | ast.ImportFrom] = [*self.nodes.of(ast.Import), *self.nodes.of(ast.ImportFrom)]
+        return [statement for statement in statements if (statement.names[0].name == "*") == starred]
 
     def _follow_aliases(self) -> None:
         """`T = torch`, `autocast = torch.cuda.amp.autocast`: an assignment at module level binds like an import."""
@@ -49,6 +51,26 @@ class Imports:
             return {f"{base}.{node.attr}" for base in self.qualified(node.value)}
         return set()
 
+    def binds_ahead(self, name: str, line: int) -> bool:
+        """Whether a name may be read at a line: an import above has bound it for the file, or a function around both.
+
+        A star is trusted to bring it where the file reads the name, and imports it in no other way.
+        """
+        above = [one for one in self._statements(starred=False) if name in dict(imported(one))]
+        if not above and any(read.id == name for read in self.nodes.of(ast.Name)):
+            above = [one for one in self._statements(starred=True) if name in dict(imported(one))]
+        return any(one.lineno < line and self._reaches(one, line) for one in above)
+
+    def _reaches(self, statement: ast.stmt, line: int) -> bool:
+        """Whether what a statement binds is bound at a line below, too."""
+        if any(_is_around(node, statement.lineno) for node in self.nodes.of(ast.ClassDef)):
+            return False
+        for_types = (node for node in self.nodes.of(ast.If) if last_of(path_of(node.test)) == "TYPE_CHECKING")
+        if any(statement in node.body for node in for_types):
+            return False
+        around = (node for node in self.nodes.functions if _is_around(node, statement.lineno))
+        return all(_is_around(node, line) for node in around)
+
     def calls(self, *names: str) -> Iterator[ast.Call]:
         """Every call of one of these qualified names."""
         for call, qualified in self._calls_of_imported:
@@ -60,3 +82,7 @@ class Imports:
         """The calls of imported names, each with what it may call: every rule asks for some of them."""
         named = ((call, self.qualified(call.func)) for call in self.nodes.of(ast.Call))
         return [(call, qualified) for call, qualified in named if qualified]
+
+
+def _is_around(node: ast.stmt, line: int) -> bool:
+    return node.lineno < line <= (node.end_lineno or node.lineno)

@@ -254,6 +254,7 @@ def test_an_edit_that_would_leave_its_finding_is_not_made_and_the_finding_is_nam
 def test_a_finding_that_takes_several_edits_is_counted_once():
     """Each of the functions that call the one that runs the network is decorated."""
     text = """\
+import torch
 from model import *
 class Agent:
     def act(self, state):
