@@ -241,7 +241,7 @@ def test_a_concatenation_of_something_else_keeps_nothing(report, statement):
 WITHOUT_GRADIENTS = """
     import torch
     import torch.nn.functional as F
-    kept, total, sums = [], torch.zeros(100), 0
+    kept, total, sums, pair = [], torch.zeros(100), 0, (0.0, 0.0)
     for x, y in loader:
         out = model(x)
         loss = criterion(out, y)
@@ -287,6 +287,10 @@ def test_what_is_only_put_away_without_gradients_keeps_its_graph(report, stateme
         ("sums, seen = sums + loss.item(), seen + loss", [("OOM101", 10)]),
         ("sums, seen = sums + loss.item(), seen + 1", []),
         ("sums, seen = seen + loss, sums + 1", []),
+        ("pair = (pair[0] * 0.9 + loss, pair[1] * 0.9 + 1)", [("OOM101", 10)]),
+        ("pair = [pair[0] + len(x), pair[1] + loss]", [("OOM101", 10)]),
+        ("pair = (pair[0] * 0.9 + loss.item(), pair[1] * 0.9 + 1)", []),
+        ("pair = (loss, pair[0])", []),
     ],
 )
 def test_two_sums_at_once_are_two_sums(report, statement, found):
@@ -699,6 +703,42 @@ def test_the_steps_of_a_sequence_are_one_graph(report):
 
 def test_steps_that_hand_nothing_on_are_graphs_of_their_own(report):
     assert kept(report(STEPS.format(state="code[t]"))) == [("OOM102", 16)]
+
+
+WITHIN_BATCHES = """
+    import torch
+
+    def validate(decoder, loader):
+        every = []
+        for words in {source}:
+            outs, total, state = [], 0, None
+            for word in words:
+                out, state = decoder(word, {state})
+                loss = criterion(out, word)
+                {statement}
+                {then}
+"""
+
+
+@pytest.mark.parametrize("statement", ["outs.append(out)", "total += loss", "total = loss + total"])
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, False),
+        ({"source": "sentences"}, True),  # nothing says that one of them is no stream of batches
+        ({"state": "None"}, True),
+        ({"then": "loss.backward(retain_graph=True)"}, True),
+    ],
+)
+def test_what_the_steps_of_a_batch_leave_in_a_test_goes_with_the_batch(report, statement, changes, found):
+    filled = {"source": "loader", "state": "state", "then": "pass", "statement": statement} | changes
+    lines = [line for code, line in kept(report(WITHIN_BATCHES.format(**filled))) if code != "OOM104"]
+    assert lines == ([10] if found else [])
+
+
+def test_what_outlives_the_batch_does_not(report):
+    code = WITHIN_BATCHES.format(source="loader", state="state", then="pass", statement="every.append(out)")
+    assert ("OOM102", 10) in report(code)
 
 
 LISTED = """

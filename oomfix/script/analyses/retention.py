@@ -33,7 +33,9 @@ def kept_graphs(trace: Trace, training_runs: set[int], evaluation_forwards: list
     for keep in trace.keeps.values():
         if keep.manner == "add" and _goes_in_again(keep, trace):
             continue
-        if not keep.certain or keep.node in seen or _is_part_of_one(keep, trace) or _is_given_to_another(keep, trace):
+        if not keep.certain or keep.node in seen or _is_given_to_another(keep, trace):
+            continue
+        if _is_part_of_one(keep, trace, training_runs):
             continue
         grows = (
             _grows_by_iteration(keep, trace, training_runs, evaluated, backwards_of)
@@ -175,9 +177,15 @@ def _is_given_to_another(keep: Keep, trace: Trace) -> bool:
     )
 
 
-def _is_part_of_one(keep: Keep, trace: Trace) -> bool:
+def _is_part_of_one(keep: Keep, trace: Trace, training_runs: set[int]) -> bool:
     """Whether what is kept is a part of one graph, that of all rounds of its loop."""
-    return _fills_a_sequence(keep, trace) or (len(keep.crossed) == 1 and _runs_layer_by_layer(keep.crossed[0]))
+    if len(keep.crossed) != 1:
+        return False
+    if _runs_layer_by_layer(keep.crossed[0]) or _is_of_an_ensemble(keep):
+        return True
+    return _goes_on_through_all(keep, trace) and (
+        isinstance(keep.node, ast.Subscript) or _is_within_a_batch(keep, training_runs)
+    )
 
 
 def _runs_layer_by_layer(loop: Loop) -> bool:
@@ -192,17 +200,23 @@ def _runs_layer_by_layer(loop: Loop) -> bool:
     )
 
 
-def _fills_a_sequence(keep: Keep, trace: Trace) -> bool:
-    """`outputs[t] = output`, of a network that is given its own state at every step: one graph reaches through all.
-
-    Or `outputs[:, i] = member(x)` of the members of an ensemble, returned for whoever asks.
-    """
-    if not isinstance(keep.node, ast.Subscript) or len(keep.crossed) != 1:
+def _is_of_an_ensemble(keep: Keep) -> bool:
+    """`outputs[:, i] = member(x)` of the members of an ensemble, returned for whoever asks."""
+    if not isinstance(keep.node, ast.Subscript):
         return False
-    if keep.returned and isinstance(keep.node.slice, ast.Tuple) and not is_over_batches(keep.crossed[0]):
-        return True
+    return keep.returned and isinstance(keep.node.slice, ast.Tuple) and not is_over_batches(keep.crossed[0])
+
+
+def _goes_on_through_all(keep: Keep, trace: Trace) -> bool:
+    """`outputs[t] = output`, of a network that is given its own state at every step: one graph reaches through all."""
     steps = [forward for forward in trace.forwards_of(keep.origins) if keep.crossed[0] in forward.site.loops]
     return bool(steps) and all(forward.carried for forward in steps)
+
+
+def _is_within_a_batch(keep: Keep, training_runs: set[int]) -> bool:
+    """Whether its loop goes through one batch, training on nothing: what the steps have left goes with the batch."""
+    around = keep.site.loops[: len(keep.site.loops) - len(keep.crossed)]
+    return any(map(is_over_batches, around)) and keep.site.run_of(keep.crossed[0]) not in training_runs
 
 
 def _is_a_step(keep: Keep, outside: int, backwards: Iterable[Backward]) -> bool:

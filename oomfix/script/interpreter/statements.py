@@ -161,8 +161,9 @@ class Statements(Expressions):
         if carrying and flatten(value).graph:
             term, term_value = carrying[0]
             alone = len(carrying) == 1
-            holders = (Kind.SEQUENCE, Kind.CONTAINER)
-            stored = term_value.kind in holders or value.kind in holders or joins_parts(written)
+            # a list of sums, written anew item by item, is a sequence that grows no longer
+            stored = term_value.kind in (Kind.SEQUENCE, Kind.CONTAINER) or value.kind is Kind.CONTAINER
+            stored = stored or joins_parts(written)
             manner: Manner = "store" if stored else "add"
             kept = self.keep(target, path, term, term_value, manner, loops, alone)
         grown = flatten(value)

@@ -56,11 +56,14 @@ def _concatenated(node: ast.expr) -> list[ast.expr]:
 
 
 def _added_to_copy(node: ast.expr, path: str) -> list[ast.expr]:
-    """What `[*kept, loss]` or `{**kept, key: loss}` adds to what is kept under a path; empty for anything else."""
+    """What `[*kept, loss]`, `{**kept, key: loss}` or `(sums[0] + loss, sums[1])` adds to what is under a path."""
     if isinstance(node, ast.Tuple | ast.List | ast.Set):
         spread = [element for element in node.elts if isinstance(element, ast.Starred)]
         copied = any(path_of(element.value) == path for element in spread)
-        return [element for element in node.elts if element not in spread] if copied else []
+        if copied:
+            return [element for element in node.elts if element not in spread]
+        if not isinstance(node, ast.Set):  # `mean = (mean[0] * 0.9 + loss, mean[1] * 0.9 + 1)`
+            return [term for index, item in enumerate(node.elts) for term in added_to(item, f"{path}[{index}]")]
     if isinstance(node, ast.Dict):
         pairs = list(zip(node.keys, node.values, strict=True))
         copied = any(key is None and path_of(value) == path for key, value in pairs)
