@@ -51,6 +51,9 @@ def test_a_file_that_only_evaluates_is_read(function):
         "def select_action(policy, x):\n    return policy(torch.tensor(x)).argmax().item()",
         "def predict(model, x):\n    return model(x).argmax(-1).tolist()",
         "def generate(model, x):\n    return torch.multinomial(model(x), 1).item()",
+        "def sample_sequence(model, x):\n    return torch.multinomial(model(x), 1).item()",
+        "def predict(net, x):\n    chances, best = net(x).softmax(-1).topk(5)\n    return best.tolist()",
+        "def extract(loader):\n    for x in loader:\n        out = model(x)\n        print(out.detach().numpy())",
     ],
 )
 def test_a_file_that_only_predicts_is_read(body):
