@@ -25,7 +25,8 @@ class ZeroGrad(Rule):
 
     Fix: `optimizer.zero_grad(set_to_none=True)`, or nothing at all where `memory.step` does it. There is no automatic
     fix where zeros are asked for: without them, momentum and weight decay no longer move a parameter that a batch does
-    not reach.
+    not reach. Nor is there one for an optimizer that the file does not make of a class of `torch.optim`: a class around
+    one may have a `zero_grad` without arguments.
     """
 
     code = "OOM203"
@@ -47,11 +48,12 @@ class ZeroGrad(Rule):
                     severity=Severity.WARNING,
                 )
             else:
+                fixed = script.takes_set_to_none(call)
                 yield self.finding(
                     script.place(call),
                     "on torch below 2.0, fills gradients with zeros instead of freeing them",
                     severity=Severity.WARNING if old else Severity.NOTE,
-                    edits=() if script.defines_zero_grad else add_keyword(script.source, call, "set_to_none=True"),
+                    edits=add_keyword(script.source, call, "set_to_none=True") if fixed else (),
                 )
         for call in script.gradients_zeroed_by_hand():
             yield self.finding(
@@ -74,6 +76,21 @@ model.zero_grad()
             (2,),
             """
 model.zero_grad(set_to_none=True)
+""",
+        ),
+        Invalid(
+            """
+import torch.optim as optim
+optimizer = optim.Adam(model.parameters())
+def train(optimizer):
+    optimizer.zero_grad()
+""",
+            (5,),
+            """
+import torch.optim as optim
+optimizer = optim.Adam(model.parameters())
+def train(optimizer):
+    optimizer.zero_grad(set_to_none=True)
 """,
         ),
         Invalid(

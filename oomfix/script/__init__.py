@@ -39,7 +39,12 @@ from oomfix.script.analyses.training_loop import TrainingLoop
 from oomfix.script.analyses.unit_tests import holds_unit_tests
 from oomfix.script.analyses.windows import lost_tails
 from oomfix.script.facts.hints import assigned_calls
-from oomfix.script.facts.named_like import looks_like_forward, looks_like_loss, looks_like_penalty
+from oomfix.script.facts.named_like import (
+    looks_like_forward,
+    looks_like_loss,
+    looks_like_optimizer,
+    looks_like_penalty,
+)
 from oomfix.script.facts.torch_facts import BACKWARD_HOOKS, INTEGER_RESULTS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
 from oomfix.script.facts.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
 from oomfix.script.fixes.removal import Removal
@@ -335,9 +340,23 @@ class Script:
             "lr_scheduler" in name for name in qualified
         )
 
+    def takes_set_to_none(self, call: ast.Call) -> bool:
+        """Whether a `zero_grad` is torch's: that of a network, or of an optimizer made of one of its classes in sight.
+
+        A class of its own, here or in another file, may have one that takes no argument.
+        """
+        path = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+        if self._defines_zero_grad or path is None or not looks_like_optimizer(last_of(path)):
+            return not self._defines_zero_grad
+        makers = self.makers_of(path)
+        return bool(makers) and all(map(self._is_optimizer_class_of_torch, makers))
+
+    def _is_optimizer_class_of_torch(self, name: str) -> bool:
+        root, _, rest = name.partition(".")
+        return any(f"{start}.{rest}".startswith("torch.optim.") for start in self.imports.names.get(root, ()))
+
     @cached_property
-    def defines_zero_grad(self) -> bool:
-        """Whether a class of the file has a `zero_grad` of its own, which may take no argument."""
+    def _defines_zero_grad(self) -> bool:
         return any(node.name == "zero_grad" for node in self.imports.nodes.of(ast.FunctionDef))
 
     def gradients_zeroed_by_hand(self) -> Iterator[ast.Call]:

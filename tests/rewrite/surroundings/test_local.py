@@ -56,6 +56,7 @@ for x, y in loader:
 def test_notes_are_left_unless_they_are_asked_for():
     text = """\
 import torch
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for x, y in loader:
     optimizer.zero_grad()
     loss = model(x).sum()
