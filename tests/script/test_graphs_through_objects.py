@@ -49,6 +49,8 @@ def forwards(report, *statements):
         ["objective.add(model(x), y)", "loss = objective.total_loss"],
         ["objective.add(value=model(x))", "loss = F.mse_loss(objective.log_probs, y)"],
         ["objective.add(model(x))", "loss = (objective.logprob * y).mean()"],
+        ["content_loss(model(x))", "loss = content_loss.loss"],
+        ["content_loss(model(x))", "loss = 3 * content_loss.loss + penalty"],
         # entries
         ["batch.update(model(x))", "loss = compute(batch)"],
         ["out = {}", "out.setdefault('a', []).append(model(x))", "loss = F.cross_entropy(torch.cat(out['a']), y)"],
@@ -71,6 +73,8 @@ def test_the_graph_of_an_output_is_followed(report, statements):
         ["batch.guess = y", "loss = total_loss(batch)"],
         ["objective.add(model(x).detach())", "loss = (objective.log_probs * y).mean()"],
         ["objective.add(model(x))", "loss = (objective.targets * y).mean()"],
+        ["content_loss(model(x).detach())", "loss = content_loss.loss"],
+        ["content_loss(model(x))", "loss = content_loss.target"],
         ["compare = functools.partial(F.mse_loss, y, reduction='sum')", "loss = compare(x)"],
     ],
 )

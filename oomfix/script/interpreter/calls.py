@@ -45,6 +45,8 @@ class Calls(Externals):
             function = self.evaluate(node.func)
         given = self._given(node)
         value = self._call_value(node, function, result, given)
+        if self.is_for_effect(node) and value.graph and looks_like_loss(path_of(node.func) or ""):
+            self._leave_on_object(node.func, value)  # `content_loss(features)`, asked for its `loss` later
         if asks_for_gradients(node) and value.kind in (Kind.TENSOR, Kind.UNKNOWN) and not value.graph:
             return Value(Kind.TENSOR, Graph.MAYBE)  # a loss may go back to it, through a frozen network too
         return value
