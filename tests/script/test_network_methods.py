@@ -577,7 +577,9 @@ NAMED_AFTER_A_LOSS = """
 """
 
 
-@pytest.mark.parametrize("name", ["loss_model", "loss_net", "loss_network", "model_with_loss", "model"])
+@pytest.mark.parametrize(
+    "name", ["loss_model", "loss_net", "loss_network", "loss_predictor", "loss_pred_module", "model_with_loss", "model"]
+)
 def test_a_network_that_is_named_after_its_loss_is_one_by_its_uses(report, name):
     assert report(NAMED_AFTER_A_LOSS.format(name=name)) == [("OOM201", 10), ("OOM202", 10)]
 

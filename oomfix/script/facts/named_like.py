@@ -103,7 +103,9 @@ _NO_NETWORK_NAME = Pattern(
 _CONVERTER = Pattern(r"(^|_)(convert(er)?|codec|tokeni[sz]er|vocab|alphabet)$", re.IGNORECASE)
 _DATA = Pattern(r"(^|_)(data|train(ing)?|val|valid(ation)?|test|eval)_?(loader|set)$", re.IGNORECASE)
 _LOSS_NAME = Pattern(r"loss|criterion|^crit(_|$)", re.IGNORECASE)
-_NETWORK_WITH_LOSS = Pattern(r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$", re.IGNORECASE)
+_NETWORK_WITH_LOSS = Pattern(
+    r"loss_?(model|net|network)\d*$|(model|net|network)_(with|and)_loss$|loss_?pred\w*$", re.IGNORECASE
+)
 _LOSS_ABBREVIATION = Pattern(r"(bce|mse|ce|nll|l1|kld?|ctc|(ms_?)?ssim)$", re.IGNORECASE)
 _WEIGHT_NAME = Pattern(r"(weight\w*|coeff?\w*|scale|factor|ratio|lambda|alpha|beta|gamma)$", re.IGNORECASE)
 _OPTIMIZER_NAME = Pattern(
@@ -294,7 +296,10 @@ def looks_like_loss(name: str) -> bool:
 
 
 def looks_like_network_with_loss(name: str) -> bool:
-    """Whether a name speaks of a network and its loss in one: `loss_model`, where uses say that it is trained."""
+    """Whether a name speaks of a network and its loss in one, or of one that predicts losses: `loss_model`.
+
+    To be asked where uses say that it is trained.
+    """
     return bool(_NETWORK_WITH_LOSS.search(name))
 
 
