@@ -1021,6 +1021,66 @@ def test_what_decodes_a_batch_step_by_step_goes_with_the_batch(report, batch, so
     assert kept(report(code)) == found
 
 
+STARTED_ANEW = """
+    import torch
+    total, losses = 0, []
+    for epoch in range(9):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            {statement}
+            {inner}
+        print(total, losses)
+        {outer}
+"""
+
+
+WAYS = [
+    ("total += loss", "total = 0"),
+    ("losses.append(loss)", "losses = []"),
+    ("losses.append(loss)", "losses.clear()"),
+]
+
+
+@pytest.mark.parametrize(("statement", "anew"), WAYS)
+def test_what_each_epoch_starts_anew_keeps_the_graphs_of_an_epoch(report, statement, anew):
+    found = kept(report(STARTED_ANEW.format(statement=statement, inner="pass", outer=anew)))
+    assert [line for _, line in found] == [9]
+
+
+@pytest.mark.parametrize(("statement", "anew"), WAYS)
+def test_what_each_batch_starts_anew_keeps_none(report, statement, anew):
+    assert kept(report(STARTED_ANEW.format(statement=statement, inner=anew, outer="pass"))) == []
+
+
+BEAMS = """
+    import torch
+
+    def evaluate(decoder, {source}):
+        for x in {source}:
+            per_batch = []
+            for t in range(9):
+                per_step = []
+                for beam in beams:
+                    {into}.append(decoder(beam))
+                beams = select(beams, {into})
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "into", "found"),
+    [
+        ("loader", "per_step", []),
+        ("loader", "per_batch", [("OOM102", 9)]),
+        ("images", "per_step", [("OOM102", 9)]),
+    ],
+)
+def test_what_a_step_of_decoding_collects_goes_with_the_step(report, source, into, found):
+    assert kept(report(BEAMS.format(source=source, into=into))) == found
+
+
 @pytest.mark.parametrize(
     "averaged",
     ["beta * mean + (1 - beta) * loss", "(1 - beta) * loss + beta * mean", "(mean * step + loss) / (step + 1)"],

@@ -68,17 +68,20 @@ def _grows_by_iteration(
     """Each round of the outermost loop that the target outlives makes a graph of its own.
 
     What is collected within a training iteration (samples, time steps, scales) goes with the iteration, unless it is
-    that of a test in between. So do the steps in which an evaluation decodes a batch.
+    that of a test in between. So do the steps in which an evaluation decodes a batch, and what each such step collects.
     """
     crossed = _outlived(keep)
+    if not crossed:
+        return False
     outside = len(keep.site.loops) - len(crossed)
-    if outside and is_over_batches(keep.site.loops[outside - 1]) and isinstance(crossed[0], ast.While):
+    around = keep.site.loops[:outside]
+    if around and is_over_batches(around[-1]) and isinstance(crossed[0], ast.While):
+        return False
+    if any(map(is_over_batches, around[:-1])):
         return False
     forwards = list(trace.forwards_of(keep.origins))
     in_test = keep.site.within_evaluation or (bool(forwards) and all(one.origin in evaluated for one in forwards))
     if any(run in training_runs for run in keep.site.runs[:outside]) and not in_test:
-        return False
-    if any(_resets(other, keep.target) for other in crossed[0].body if other is not keep.statement):
         return False
     if _is_a_step(keep, outside, backwards_of.get(keep.site.function, ())):
         return False
@@ -94,16 +97,24 @@ def _grows_by_iteration(
 
 
 def _outlived(keep: Keep) -> tuple[Loop, ...]:
-    """The loops whose iterations a target outlives; one whose first round starts it anew is the outermost of them.
+    """The loops whose iterations a target outlives: those within the last one of which each round starts it anew.
 
-    `for i, part in enumerate(parts):` with `if i == 0: total = loss`, `else: total += loss` in it.
+    One whose first round does so is the outermost of them: `for i, part in enumerate(parts):` with
+    `if i == 0: total = loss`, `else: total += loss` in it.
     """
+    crossed = keep.crossed
     for guard in keep.site.guards:
         counter = _compared_with_zero(guard.test) if isinstance(guard.statement, ast.If) else None
         if counter is not None and any(_resets(other, keep.target) for other in _other_side(guard)):
-            inner = [index for index, loop in enumerate(keep.crossed) if counter in _taken_by(loop)]
-            return keep.crossed[inner[-1] :] if inner else keep.crossed
-    return keep.crossed
+            inner = [index for index, loop in enumerate(crossed) if counter in _taken_by(loop)]
+            crossed = crossed[inner[-1] :] if inner else crossed
+            break
+    anew = [index for index, loop in enumerate(crossed) if _starts_anew(loop, keep)]
+    return crossed[anew[-1] + 1 :] if anew else crossed
+
+
+def _starts_anew(loop: Loop, keep: Keep) -> bool:
+    return any(_empties(statement, keep.target) for statement in loop.body if statement is not keep.statement)
 
 
 def _other_side(guard: Guard) -> list[ast.stmt]:
