@@ -35,7 +35,13 @@ from oomfix.runtime.verification.hinges import closed_alike
 from oomfix.runtime.verification.left_attributes import Left, left_by
 from oomfix.runtime.verification.one_run import OneRun
 from oomfix.runtime.verification.own_targets import Noted, OwnMeans
-from oomfix.runtime.verification.thresholds import are_cut_later, go_across, leave_torch, note_thresholds
+from oomfix.runtime.verification.thresholds import (
+    are_cut_later,
+    go_across,
+    leave_torch,
+    note_hidden_terms,
+    note_thresholds,
+)
 from oomfix.runtime.verification.told_numbers import ToldNumbers
 from oomfix.runtime.verification.watching import HeldOut, Watch
 
@@ -185,6 +191,7 @@ class _Comparison:
         self._weigh(found, whole, parts)
         if simulation.assumption is None:
             note_thresholds(found, [whole, *parts])
+            note_hidden_terms(found, [whole, *parts])
         found.draws = sizes_by_rows(drawn_shapes, [count, cut, count - cut])
         depends = left_by(whole.left, [part.left for part in parts], found.shares)
         # with a graph, beside the gradients of all rows, one run more would take more memory than a micro-batch

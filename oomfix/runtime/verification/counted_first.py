@@ -312,13 +312,23 @@ def are_counted(counted: Counted, whole: Sequence[Amount], parts: Sequence[Seque
 
 
 def vary(counted: Counted, whole: Sequence[Amount], parts: Sequence[Sequence[Amount]]) -> bool:
-    """Whether a part divides by something else than the whole where `counted` says that nothing is counted."""
+    """Whether a part divides by something else than the whole where `counted` says that nothing is counted.
+
+    Or where what is counted (classes of a batch, groups) is in several parts, so that it is no sum of theirs.
+    """
     if not all(len(run) == len(counted) for run in (whole, *parts)):
         return False
     return any(
-        over is None and any(amount.number != of_whole.number for amount in of_parts)
+        any(amount.number != of_whole.number for amount in of_parts)
+        if over is None
+        else _all_count(of_whole, *of_parts) and not of_whole.is_sum_of(of_parts)
         for over, of_whole, *of_parts in zip(counted, whole, *parts, strict=True)
     )
+
+
+def _all_count(*amounts: Amount) -> bool:
+    """Whether something counts in each of these, and none stands for less."""
+    return all(amount.number and not amount.may_be_bounded and amount.bound == amounts[0].bound for amount in amounts)
 
 
 class CountedFirst:

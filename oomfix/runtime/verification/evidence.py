@@ -89,6 +89,7 @@ class Evidence:
         selects: a selection (topk, argmax, a random permutation) was made among as many entries as there are rows, or
             each pair of rows met a threshold.
         leaves: numbers of each sample left torch, where the program may put them into an order unseen.
+        hides: a number that depends on several samples was multiplied by 0.
         alike_masks: numbers of the comparisons that gave masks which leave as much of each row.
         empty_masks: of those that gave masks which leave nothing.
         truths: what was found to be true of all rows, see `truths`; none where a part is asked more, or less.
@@ -126,6 +127,7 @@ class Evidence:
     counts_nothing: bool = False
     selects: bool = False
     leaves: bool = False
+    hides: bool = False
     alike_masks: frozenset[int] = frozenset()
     empty_masks: frozenset[int] = frozenset()
     truths: tuple[bool, ...] = ()

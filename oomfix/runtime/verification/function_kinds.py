@@ -40,6 +40,10 @@ _ADDITIONS = ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", *IN_PL
 _WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ixor__")
 
 
+# these weigh the terms of a loss
+_PRODUCTS = ("mul", "multiply", "__mul__", "__rmul__")
+
+
 class Kind(Enum):
     """What a function of torch does, as far as it matters."""
 
@@ -57,6 +61,7 @@ class Kind(Enum):
     BENDS = auto()
     STEPS = auto()
     DIVIDES = auto()
+    MULTIPLIES = auto()
     CASTS = auto()
     COUNTS = auto()
     COMPARES = auto()
@@ -81,6 +86,7 @@ _NAMED = (
     (Kind.BENDS, _BENDS),
     (Kind.STEPS, _with_in_place(_STEPS)),
     (Kind.DIVIDES, _with_in_place(_DIVISIONS)),
+    (Kind.MULTIPLIES, _PRODUCTS),
     (Kind.CASTS, _CASTS),
     (Kind.COUNTS, COUNTS),
     (Kind.MASKS, _MASKS),

@@ -20,6 +20,7 @@ FLAT = "its gradients are 0 on a few rows, which leaves open whether they depend
 PLAIN = "its loss is a plain number, or none, for some of its samples, which add nothing to it"
 NO_NUMBER = "its loss is not a number on a few rows"
 NOTHING = "the means in its loss are over nothing, or too little, on some of a few rows"
+HIDES = "samples depend on each other in a term of its loss whose weight is 0 now"
 LEAVES = (
     "it reads what it computed of each sample as numbers (numpy(), tolist()), and may select among the samples by "
     "these, which is not seen"
@@ -68,6 +69,8 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         return Verdict(None, BENDS)
     if evidence.selects and not trust:
         return Verdict(None, "it selects among the samples of a batch, which a few rows cannot show")
+    if evidence.hides and not trust:
+        return Verdict(None, HIDES)
     if evidence.leaves and loss is not None and not trust:
         return Verdict(None, LEAVES)
     if loss is not None and not trust and _leaves_open(of_loss, evidence):

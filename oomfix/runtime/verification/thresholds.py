@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from oomfix.runtime.batches.rule_choice import close
+from oomfix.runtime.batches.rule_choice import choose, close
 from oomfix.runtime.verification.compared_numbers import Bent
 from oomfix.runtime.verification.counted_first import Amount
 from oomfix.runtime.verification.evidence import Evidence
@@ -29,6 +29,17 @@ def note_thresholds(found: Evidence, runs: Sequence[OneRun]) -> None:
     found.truths = tuple(of_rows) if all(len(other) == len(of_rows) for other in others) else ()
     found.bends = any(_bend_apart(of_whole, of_part) for of_part in of_parts)
     found.counts_nothing = any(_count_nothing(of_whole, of_part) for of_part in of_parts)
+
+
+def note_hidden_terms(found: Evidence, runs: Sequence[OneRun]) -> None:
+    """Note whether what is multiplied by 0 depends on several samples: a weight may be 0 until the loss has settled."""
+    whole, *parts = (run.watch.hidden for run in runs)
+    if any(len(part) != len(whole) for part in parts):
+        return
+    found.hides = any(
+        all(term.isfinite() for term in terms) and choose(terms[0], terms[1:], found.shares) is None
+        for terms in zip(whole, *parts, strict=True)
+    )
 
 
 def _bend_apart(whole: list[Bent], part: list[Bent]) -> bool:

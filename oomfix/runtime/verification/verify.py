@@ -197,6 +197,10 @@ def _by_divisors(rows: FewRows, how: Runs, counts: RowCounts) -> Verdict | None:
     if weighed.rule is None:
         return weighed
     how = replace(how, divides=True, light=False)
+    in_one_class = partial(by_one_class, rows, replace(how, graph=True, holds_out=False))
+    other = with_rows_that_fit([min(max(counts.results), _ROWS_TO_REPEAT_IN)], in_one_class)
+    if other is not None and other.rule is None and not other.undecided:
+        return Verdict(None, DEPEND)
     return by_telling_rows(rows, weighed, how, max(counts.results), Telling(by_rows=False))
 
 

@@ -17,7 +17,7 @@ from oomfix.runtime.batches.rows import first_part
 from oomfix.runtime.batches.sample_dims import as_it_was, by_row
 from oomfix.runtime.state.probe import Writes
 from oomfix.runtime.verification.border import Closed
-from oomfix.runtime.verification.compared_numbers import Bent, exceeds, told_when_compared
+from oomfix.runtime.verification.compared_numbers import Bent, exceeds, is_read, told_when_compared
 from oomfix.runtime.verification.computed_masks import ComputedMasks
 from oomfix.runtime.verification.function_kinds import BENDING, IN_PLACE, MAY_PICK, Kind, kind_of
 from oomfix.runtime.verification.hinges import Hinges
@@ -125,6 +125,7 @@ class Watch(TorchFunctionMode):
         masks: those that were computed by comparing.
         hinges: those that were called.
         picks: samples, or what belongs to them, were picked by a mask or put into an order.
+        hidden: numbers [] that were multiplied by a plain number that is 0: terms of a loss before their time.
 
     Args:
         rows: samples in this run.
@@ -162,6 +163,7 @@ class Watch(TorchFunctionMode):
         self.masks = ComputedMasks(rows, gaps, steps_first)
         self.hinges = Hinges(opened)
         self.picks = False
+        self.hidden: list[torch.Tensor] = []
         self._added: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         self._rows = rows
         self._steps_first = steps_first
@@ -204,6 +206,9 @@ class Watch(TorchFunctionMode):
             return self._cross_entropy(func, args, dict(kwargs))
         if kind is Kind.READS:
             return self._read(func(*args), args[0])
+        if kind is Kind.MULTIPLIES:
+            self._note_hidden(*args)
+            return func(*args, **kwargs)
         if kind is Kind.LEAVES:
             self._let_leave(args[0])
             return func(*args, **kwargs)
@@ -266,7 +271,9 @@ class Watch(TorchFunctionMode):
 
     def decides(self) -> bool:
         """Whether the program may go by one number for the whole batch, which all parts have to be asked for then."""
-        return bool(self.truths or self.kept) or any(one.computed and one.value.numel() == 1 for one in self.bent)
+        return bool(self.truths or self.kept or self.hidden) or any(
+            one.computed and one.value.numel() == 1 for one in self.bent
+        )
 
     def _note_truth(self, kind: Kind, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if kind in (Kind.DECIDES, Kind.COMPARES) or (kind is Kind.MASKS and func.__name__ in EQUALS):
@@ -365,6 +372,13 @@ class Watch(TorchFunctionMode):
             return
         if not marks.is_complex() and bool(((marks == 0) | (marks == 1)).all()):
             self._note_across(Kind.NUMBERS, Across(values.shape[dim], by_pairs=False))
+
+    def _note_hidden(self, one: Any, other: Any = None) -> None:
+        term, factor = (one, other) if isinstance(one, torch.Tensor) else (other, one)
+        if not isinstance(factor, int | float) or factor != 0 or is_read(factor) or not isinstance(term, torch.Tensor):
+            return
+        if not term.dim() and term.is_floating_point() and compat.beneath_transforms(term) is term:
+            self.hidden.append(term.detach().clone())
 
     def _let_leave(self, values: torch.Tensor) -> None:
         """Note that numbers of samples leave torch, where the program may put them into an order."""

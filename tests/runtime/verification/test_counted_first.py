@@ -127,6 +127,18 @@ def test_means_over_different_numbers_of_samples_are_split(loss, micro_batches):
     assert split_calls(loss, labelled(6), micro_batches=micro_batches) >= 4
 
 
+def of_groups(model: nn.Module, x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    scores = model(x)[:, 0]
+    return torch.stack([F.softplus(-scores[groups == group].max()) for group in groups.unique()]).mean()
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (1, 4, 4), (4, 2, 3), (6, 3), (1, 5, 3)])
+def test_groups_that_may_lie_in_two_parts_are_not_counted(sizes):
+    """Of the few rows of a check, each group may lie in one part, which has them all together then."""
+    groups = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    assert split_calls(of_groups, [(x[: len(groups)], groups) for x, _ in labelled(2)]) == 0
+
+
 def of_boxes(model: nn.Module, x: torch.Tensor, targets: list[dict[str, torch.Tensor]], count: Any) -> Any:
     out = model(x)
     apart = torch.stack([(one - target["boxes"]).abs().sum() for one, target in zip(out, targets, strict=True)])
