@@ -20,7 +20,7 @@ from oomfix.script.facts.as_arrays import becomes_array
 from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.named_like import adapts_as_it_runs, looks_like_loss, looks_like_training
 from oomfix.script.facts.trace import Backward, Forward, Guard, Loop, Site, Trace
-from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.names import last_name, last_of, path_of
 from oomfix.script.syntax.nodes import names_in, walk
 from oomfix.script.syntax.patterns import Pattern
 
@@ -28,6 +28,7 @@ _EVALUATION_DATA = Pattern(r"(^|_)(val|valid|validation|dev)(_|$)", re.IGNORECAS
 _AS_NUMBERS = frozenset(("numpy", "tolist", "item"))
 _EVALUATION_LOADER = Pattern(r"(^|[^a-z])(val|valid|validation|test|dev(?!ice)|eval|infer|predict)", re.IGNORECASE)
 _MOVES = frozenset(("to", "cuda"))
+_TRAINING_FLAG = Pattern(r"^(do_?|is_?)?train(ing)?$", re.IGNORECASE)
 _TRAINING_FLAGS = frozenset(("self.training", "self.is_training", "self.is_train", "is_training", "is_train"))
 
 
@@ -122,7 +123,15 @@ def _is_evaluation(
         return (site.function is not None or bool(orders)) and _is_only_looked_at(forward, trace)
     if _says_evaluation(site.loop):
         return True
-    return _is_only_looked_at(forward, trace) or not (within_training or _is_for_training(forward, trace))
+    if _is_only_looked_at(forward, trace):
+        return True
+    return not (within_training or _is_said_to_train(site) or _is_for_training(forward, trace))
+
+
+def _is_said_to_train(site: Site) -> bool:
+    """`if args.do_train:`, around a training whose backward is missing or out of sight."""
+    guards = site.guards_within(None)
+    return any(guard.value and _TRAINING_FLAG.match(last_of(path_of(guard.test))) for guard in guards)
 
 
 def _is_for_training(forward: Forward, trace: Trace) -> bool:

@@ -1315,6 +1315,32 @@ def test_the_branch_of_an_object_that_says_it_trains_evaluates_nothing(report, f
     assert report(SAID_BY_AN_OBJECT.format(flag=flag)) == found
 
 
+UNFINISHED = """
+    import torch
+    model.load_state_dict(torch.load("last.pt", map_location="cpu"))
+    if {flag}:
+        for epoch in range(9):
+            for x, y in {loader}:
+                guess = model(x)
+                loss = criterion(guess, y) / 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "loader", "found"),
+    [
+        ("args.do_train", "batches", []),
+        ("train", "batches", []),
+        ("options.is_training", "train_loader", []),
+        ("args.do_train", "val_loader", [("OOM201", 6)]),
+        ("not args.do_train", "batches", [("OOM201", 6)]),
+        ("args.restored", "batches", [("OOM201", 6)]),
+    ],
+)
+def test_a_pass_that_a_flag_says_to_train_is_no_evaluation(report, flag, loader, found):
+    assert report(UNFINISHED.format(flag=flag, loader=loader)) == found
+
+
 @pytest.mark.parametrize("called", ["net", 'getattr(net, "module", net)', 'getattr(net, "module", other)'])
 def test_what_a_wrapped_network_holds_is_a_network(report, called):
     found = report(f"""
