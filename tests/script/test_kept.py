@@ -725,7 +725,6 @@ WITHIN_BATCHES = """
     ("changes", "found"),
     [
         ({}, False),
-        ({"source": "sentences"}, True),  # nothing says that one of them is no stream of batches
         ({"state": "None"}, True),
         ({"then": "loss.backward(retain_graph=True)"}, True),
     ],
@@ -734,6 +733,12 @@ def test_what_the_steps_of_a_batch_leave_in_a_test_goes_with_the_batch(report, s
     filled = {"source": "loader", "state": "state", "then": "pass", "statement": statement} | changes
     lines = [line for code, line in kept(report(WITHIN_BATCHES.format(**filled))) if code != "OOM104"]
     assert lines == ([10] if found else [])
+
+
+@pytest.mark.parametrize(("statement", "found"), [("outs.append(out)", []), ("total += loss", [("OOM101", 10)])])
+def test_what_is_not_called_a_batch_may_be_a_stream_of_batches_whose_losses_are_summed(report, statement, found):
+    code = WITHIN_BATCHES.format(source="streams", state="state", then="pass", statement=statement)
+    assert [one for one in kept(report(code)) if one[0] != "OOM104"] == found
 
 
 def test_what_outlives_the_batch_does_not(report):

@@ -194,9 +194,9 @@ def _is_part_of_one(keep: Keep, trace: Trace, training_runs: set[int]) -> bool:
         return False
     if _runs_layer_by_layer(keep.crossed[0]) or _is_of_an_ensemble(keep):
         return True
-    return _goes_on_through_all(keep, trace) and (
-        isinstance(keep.node, ast.Subscript) or _is_within_a_batch(keep, training_runs)
-    )
+    if not _goes_on_through_all(keep, trace):
+        return False
+    return isinstance(keep.node, ast.Subscript) or _is_of_one_sample(keep, training_runs)
 
 
 def _runs_layer_by_layer(loop: Loop) -> bool:
@@ -224,10 +224,16 @@ def _goes_on_through_all(keep: Keep, trace: Trace) -> bool:
     return bool(steps) and all(forward.carried for forward in steps)
 
 
-def _is_within_a_batch(keep: Keep, training_runs: set[int]) -> bool:
-    """Whether its loop goes through one batch, training on nothing: what the steps have left goes with the batch."""
-    around = keep.site.loops[: len(keep.site.loops) - len(keep.crossed)]
-    return any(map(is_over_batches, around)) and keep.site.run_of(keep.crossed[0]) not in training_runs
+def _is_of_one_sample(keep: Keep, training_runs: set[int]) -> bool:
+    """Whether its loop goes through one batch or sample, training on nothing: what it leaves goes with that.
+
+    A test may also add up losses from batch to batch of one long sequence.
+    """
+    loop = keep.crossed[0]
+    if keep.site.run_of(loop) in training_runs or is_over_batches(loop):
+        return False
+    around = keep.site.loops[: -len(keep.crossed)]
+    return any(map(is_over_batches, around)) or (keep.manner == "store" and keep.site.within_evaluation)
 
 
 def _is_a_step(keep: Keep, outside: int, backwards: Iterable[Backward]) -> bool:
