@@ -199,7 +199,8 @@ class Training(Forwards):
     def _is_optimizer(self, receiver: Value, path: str) -> bool:
         if receiver.kind is Kind.OPTIMIZER or path in self.hints.optimizers:
             return True
-        return receiver.kind in (Kind.UNKNOWN, Kind.MODULE) and looks_like_optimizer(path)
+        # a function out of sight that is given parameters may give a tensor, which would have no `step`
+        return receiver.kind in (Kind.UNKNOWN, Kind.MODULE, Kind.TENSOR) and looks_like_optimizer(path)
 
     def _unscale(self, node: ast.Call, function: ast.Attribute) -> Value | None:
         self.evaluate(function.value)

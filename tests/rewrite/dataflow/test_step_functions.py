@@ -56,6 +56,17 @@ def test_a_method_that_steps_is_rewritten_as_the_iteration_of_the_loop_that_call
     assert_close(before, split)
 
 
+def test_an_optimizer_that_a_function_given_to_the_class_makes_steps_like_any_other():
+    agent = AGENT.replace("torch.optim.Adam(", "make(").replace(", lr=0.01)", ")").replace("(self):", "(self, make):")
+    loop = LOOP.replace("Agent()", "Agent(lambda given: torch.optim.Adam(given, lr=0.01))")
+    assert outcomes(agent) == [(12, "micro-batched", None, "learn")]
+    before = run(agent + loop)
+    assert_same_bits(before, run(rewritten(agent).text + loop, preset="off"))
+    split = run(rewritten(agent, micro_batches=3).text + loop)
+    assert split.calls_in_parts == 9
+    assert_close(before, split)
+
+
 def test_gradients_stay_for_the_other_file_which_may_read_them():
     text = rewritten(AGENT).text
     assert text.count("optimizer.zero_grad()") == 2
