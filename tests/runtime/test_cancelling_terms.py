@@ -118,3 +118,25 @@ def test_what_is_no_number_is_close_to_itself_alone():
     assert close(none, none)
     assert not close(one, none)
     assert not close(none, one)
+
+
+@pytest.mark.parametrize("reduced", ["mean", "sum"])
+def test_a_small_term_that_is_returned_beside_a_large_one_is_put_together_as_what_it_is(reduced):
+    """A likelihood with a tiny variance has a loss of a million, whose rounding the other term is within."""
+    memory = runtime.preset("16gb", precision="fp32", micro_batches=3)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+
+    def forward(x):
+        out = model(x)
+        likelihood, penalty = (out[:, :1] - 900).pow(2).mean() * 10, getattr(out[:, 1:].pow(2), reduced)()
+        return likelihood + penalty, penalty
+
+    for _ in range(3):
+        x = torch.randn(12, 6)
+        expected = forward(x)[1].detach()
+        _, penalty = memory.forward_backward(forward, x)
+        assert 1e-3 < float(expected) < 100
+        torch.testing.assert_close(penalty, expected, rtol=1e-5, atol=0)
+    report = memory.report().forwards[0]
+    assert (report.micro_batches, report.whole_because) == (3, None)

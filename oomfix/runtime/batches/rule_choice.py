@@ -144,7 +144,6 @@ def _choose_scalar(
     whole: Any, parts: list[Any], weights: Sequence[Weight], counts: bool, rounding: float
 ) -> Rule | None:
     """A value that has the same shape for any number of rows: mean, sum, or independent of them."""
-    fitting: list[Rule] = []
     # where targets are in proportion to rows, both means are one; that over rows is refused later where they are not
     first = weights[0]
     by_targets = any(weight.targets * first.rows != weight.rows * first.targets for weight in weights)
@@ -155,18 +154,29 @@ def _choose_scalar(
         rules = [*([Mean("targets")] if by_targets else []), Mean("rows"), total]
         if first.bound is not None:
             rules.insert(0, Mean("targets", first.bound))
-    for rule in rules:
-        collector = rule.collector(0)
-        for part, weight in zip(parts, weights, strict=True):
-            collector.add(part, weight)
-        if close(whole, collector.result(), rounding):
-            fitting.append(rule)
+    fitting = _fitting(rules, whole, parts, weights, rounding)
+    if total in fitting and len(fitting) > 1 and rounding:
+        # a small number beside large terms, which is not made of them, tells its rule without the allowance for these
+        fitting = _fitting(rules, whole, parts, weights, 0.0) or fitting
     if counts and all(equal(whole, part) for part in parts):
         # 0 on all rows: a count that found nothing so far; any other constant is no count
         return total if fitting else Same()
     if total in fitting and len(fitting) > 1:
         return Zero()
     return fitting[0] if fitting else None
+
+
+def _fitting(
+    rules: Sequence[Rule], whole: Any, parts: Sequence[Any], weights: Sequence[Weight], rounding: float
+) -> list[Rule]:
+    found = []
+    for rule in rules:
+        collector = rule.collector(0)
+        for part, weight in zip(parts, weights, strict=True):
+            collector.add(part, weight)
+        if close(whole, collector.result(), rounding):
+            found.append(rule)
+    return found
 
 
 def close(a: Any, b: Any, rounding: float = 0.0) -> bool:
