@@ -60,8 +60,10 @@ class Batch:
             self._size, self._steps = self._behind_steps()
         elif self._size is None and self._reading == "folded":
             self._size, self._steps = folded(self.tensors()) or (1, 0)
+        elif self._size is None and self._reading == "input":
+            self._size = next(iter(self._lengths()), 1)
         elif self._size is None:
-            sizes = [size for node in (*self.args, *self.kwargs.values()) for size in _votes(node)]
+            sizes = self._lengths()
             # of what there is one only all samples have the same, unless the input is a single sample
             votes = Counter(size for size in sizes if size != 1 or sizes[0] == 1)
             # ties go to the first argument, which is the input nearly always
@@ -79,7 +81,8 @@ class Batch:
         """Whether lists of tensors of one length are taken for samples, or for views of all samples (agents, crops).
 
         Or dimension 0 of tensors is taken for time steps, and the samples stand behind these; or for all steps of one
-        sample after the other.
+        sample after the other. Or the first argument alone tells how many samples there are, though more of the others
+        are of another length (the matrices of a graph).
         """
         return self._reading if self.size and self._reading is not None else "samples"
 
@@ -92,6 +95,8 @@ class Batch:
             of_lists.append("steps")
         if folded(self.tensors()) is not None:
             of_lists.append("folded")
+        if self._input_outweighs(self.size):
+            of_lists.append("input")
         return [reading for reading in of_lists if reading != self.reading]
 
     @property
@@ -109,6 +114,19 @@ class Batch:
             is_other = reading == "steps" and samples_behind_steps(self.tensors()) is None
             is_other = is_other or (reading == "folded" and folded(self.tensors()) is None)
             self._size, self._reading, self.whole = None, "samples" if is_other else reading, frozenset()
+
+    def _input_outweighs(self, size: int) -> bool:
+        """Whether what is as long as the first argument holds more numbers than what is of the length `size`.
+
+        A small one may be of no use for the loss: then each part would compute that of the whole batch.
+        """
+        length = next(iter(self._lengths()), 1)
+        numbers = [sum(one.numel() for one in self.tensors() if _length(one) == rows) for rows in (length, size)]
+        return length not in (1, size) and numbers[0] > numbers[1]
+
+    def _lengths(self) -> list[int]:
+        """How many samples each argument has, if it has any."""
+        return [size for node in (*self.args, *self.kwargs.values()) for size in _votes(node)]
 
     def _behind_steps(self) -> tuple[int, int]:
         """The numbers of samples and of steps."""
@@ -131,7 +149,7 @@ class Batch:
         return inside[0] if tells and len(set(inside)) == 1 else None
 
     def _check_that_something_has(self, size: int) -> None:
-        lengths = sorted({length for node in (*self.args, *self.kwargs.values()) for length in _votes(node)})
+        lengths = sorted(set(self._lengths()))
         if lengths and self.whole_because() is None and not any(cut for _, cut in self.layout()):
             raise ValueError(
                 f"batch_size: got {size}, expected the length of dimension 0 of a tensor, or of a list, among the "

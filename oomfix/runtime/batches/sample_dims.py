@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Reading = Literal["samples", "views", "steps", "folded"]
+Reading = Literal["samples", "views", "steps", "folded", "input"]
 Dim = Literal["first", "second", "flat", "folded"]
 
 

@@ -154,7 +154,7 @@ class Known:
     def read(self, batch: Batch, verdict: Verdict) -> None:
         """Remember what `batch` is, which a check may have read otherwise than it was told."""
         self.keep_whole(batch)
-        tells = self.reading is not None or batch.may_hold_views or batch.reading in ("steps", "folded")
+        tells = self.reading is not None or batch.may_hold_views or batch.reading in ("steps", "folded", "input")
         if tells and verdict.rule is not None:
             self.reading = batch.reading
 

@@ -43,7 +43,7 @@ _READINGS = {
     "samples": "with a sample in each entry of its lists",
     "views": "with the tensors in its lists cut into samples",
 }
-_BY_SHAPE = ("steps", "folded")
+_BY_SHAPE = ("steps", "folded", "input")
 
 
 def check(
