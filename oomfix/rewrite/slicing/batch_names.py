@@ -62,15 +62,15 @@ class BatchNames:
         """The parts of the batch among the names that a slice reads.
 
         They are what its iteration binds; what else is given to a network, or compared by a loss in steps on one batch;
-        and where that is nothing, what is given to any call or reckoned with. Numbers are no part of a batch: the slice
-        sees them from where it stands.
+        and where that is nothing, what is given to any call, reckoned with or read by columns. Numbers are no part of a
+        batch: the slice sees them from where it stands.
         """
         site, called = lift.site, _called_names(lift)
         found = {n for n in read & bound_by_iteration(lift) if n not in called and not self._is_number(n, site)}
         if found & (given := _given_to_calls(lift)):
             fed = self._given_to_networks(lift) | _compared_by_losses(lift)
         else:
-            fed = given | _reckoned_with(lift)
+            fed = given | _reckoned_with(lift) | _read_by_columns(lift)
         others = {n for n in fed & read - called - found if not _NOT_DATA.search(n) and not self._is_number(n, site)}
         others -= self._objects | self._modules if others else set()
         inside = bound_anywhere(site.scope)
@@ -143,8 +143,17 @@ class BatchNames:
             return True
         nodes = list(nodes_of_scope_body(site.scope))
         stores = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)]
+        if stores and len(stores) == sum(_counts_in(node, name) for node in nodes):
+            return True
         values = [node.value for node in nodes if isinstance(node, ast.Assign) and _binds_alone(node, name)]
         return bool(values) and len(values) == len(stores) and all(_is_scalar(value) for value in values)
+
+
+def _counts_in(node: ast.AST, name: str) -> bool:
+    """`for task in range(tasks)`, whatever the counter is called."""
+    if not isinstance(node, ast.For) or not isinstance(node.iter, ast.Call) or last_name(node.iter) not in _COUNTING:
+        return False
+    return isinstance(node.target, ast.Name) and node.target.id == name
 
 
 def _is_of_samples(name: str, site: Site) -> bool:
@@ -308,6 +317,13 @@ def _reckoned_with(lift: Lift) -> set[str]:
     operations = (n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.BinOp))
     sides = (_receiver(side) for n in operations for side in (n.left, n.right))
     return {side.id for side in sides if isinstance(side, ast.Name)}
+
+
+def _read_by_columns(lift: Lift) -> set[str]:
+    """`y` of `target = y[:, task]`."""
+    nodes = [node for part in (*lift.lifted, lift.site.root) for node in walk(part)]
+    columns = [rows for node in nodes if (rows := _of_all_rows(node)) is not node]
+    return {rows.id for rows in columns if isinstance(rows, ast.Name) and isinstance(rows.ctx, ast.Load)}
 
 
 def _receiver(value: ast.expr) -> ast.expr:

@@ -335,6 +335,37 @@ def test_a_counter_is_no_input():
     assert "    def forward(x, y):\n" in text
 
 
+@pytest.mark.parametrize("counter", ["i", "task"])
+def test_a_counter_is_no_input_whatever_it_is_called_and_what_it_picks_columns_of_is_one(counter):
+    text = assert_trains_the_same(f"""\
+        for x, y in loader:
+            y = torch.stack((y, 1 - y), 1).float()
+            for {counter} in range(2):
+                out = model(x)[:, {counter}]
+                target = y[:, {counter}]
+                loss = F.mse_loss(out, target)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                print({counter}, loss.item())
+        """)
+    assert "def forward(x, y):" in text
+
+
+def test_a_loss_that_takes_nothing_but_a_counter_stays_in_place():
+    text, loops = apply("""\
+        class Trainer:
+            def fit(self, model, optimizer):
+                for inner in range(3):
+                    loss = F.cross_entropy(model(self.inputs), self.labels) * self.rate**inner
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+        """)
+    assert "memory.backward(loss)" in text
+    assert loops == [("in-place", "the loss is computed from nothing that could be split")]
+
+
 def test_labels_that_are_read_by_columns_are_an_input_though_they_are_called_as_a_counter():
     text = assert_trains_the_same("""\
         def train(x, t):
