@@ -97,11 +97,14 @@ class Means:
         return self._divides_by_nothing() and not math.isnan(self.loss)
 
     def may_count_nothing(self) -> bool:
-        """Whether a divisor may stand in for 0, as in `max(count, 1)`, which the weights of parts must not hold."""
-        amounts = [division.amount for division in self.divisions]
-        more = [amount for amount in amounts if abs(amount) > NEXT_TO_NOTHING]
+        """Whether a divisor may stand in for 0, as in `max(count, 1)`, which the weights of parts must not hold.
+
+        Of one that is seen to be bounded, what counts is known.
+        """
+        more = [division for division in self.divisions if abs(division.amount) > NEXT_TO_NOTHING]
         is_lost = self._divides_by_nothing() and len(self.of) > 1
-        return 1 in more or is_lost or bool(more and self.loss == 0)
+        may_be_least = any(division.amount == 1 and division.bound is None for division in more)
+        return may_be_least or is_lost or bool(more and self.loss == 0)
 
     def _divides_by_nothing(self) -> bool:
         return any(division.divided_by == 0 for division in self.divisions)

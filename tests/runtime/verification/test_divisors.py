@@ -226,6 +226,23 @@ def test_terms_of_what_is_not_left_are_weighed_by_what_the_parts_really_divide_b
     torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("bounded", [lambda mask: mask.sum().clamp(min=1), lambda mask: mask.sum() + 1])
+def test_a_part_of_which_one_entry_counts_is_split_where_its_bound_is_seen(bounded):
+    """Were it not seen, 1 might stand for 0."""
+    data = batches(CALLS, "ragged")
+    for number, (_, _, mask) in enumerate(data):
+        mask[4:] = 0
+        mask[4 + number % 8, 0] = 1
+
+    def loss(output, target, mask):
+        return masked(output, target, mask) / bounded(mask)
+
+    whole, _ = trained(loss, data)
+    split, calls = trained(loss, data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert calls == CALLS
+
+
 def test_a_divisor_that_few_rows_do_not_reach_is_counted_first(caplog):
     """What its clamp hides of the rows that are checked, it may show of a micro-batch."""
 
