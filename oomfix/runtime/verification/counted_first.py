@@ -318,10 +318,11 @@ def vary(counted: Counted, whole: Sequence[Amount], parts: Sequence[Sequence[Amo
     """
     if not all(len(run) == len(counted) for run in (whole, *parts)):
         return False
+    are_alike = are_the_same(whole, *parts)
     return any(
         any(amount.number != of_whole.number for amount in of_parts)
         if over is None
-        else _all_count(of_whole, *of_parts) and not of_whole.is_sum_of(of_parts)
+        else are_alike and _all_count(of_whole, *of_parts) and not of_whole.is_sum_of(of_parts)
         for over, of_whole, *of_parts in zip(counted, whole, *parts, strict=True)
     )
 
