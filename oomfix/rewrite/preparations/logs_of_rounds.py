@@ -190,7 +190,7 @@ def _values(loop: _Loop, effects: LogEffects) -> list[str] | None:
         return None
     if are_changed_in_place(values, [*loop.computes, *loop.behind], effects.functions):
         return None
-    return sorted(values, key=lambda name: _first_line(name, loop))
+    return sorted(values, key=lambda name: _first_place(name, loop))
 
 
 def _is_made(name: str, loop: _Loop, effects: LogEffects) -> bool:
@@ -209,8 +209,12 @@ def _is_made(name: str, loop: _Loop, effects: LogEffects) -> bool:
     )
 
 
-def _first_line(name: str, loop: _Loop) -> int:
-    return next(statement.lineno for statement in loop.computes if name in names_bound(statement))
+def _first_place(name: str, loop: _Loop) -> tuple[int, int]:
+    """Where a round binds a name first: of `loss, accuracy = ...`, the names of a line are in their order there."""
+    first = next(statement for statement in loop.computes if name in names_bound(statement))
+    stores = [node for node in nodes_of_scope(first) if isinstance(node, ast.Name) and node.id == name]
+    places = [(one.lineno, one.col_offset) for one in stores if not isinstance(one.ctx, ast.Load)]
+    return min(places, default=(first.lineno, first.col_offset))
 
 
 def _header(loop: _Loop, values: list[str], kept: str, reading: Reading, passing: set[str]) -> str | None:

@@ -363,3 +363,17 @@ def test_rounds_that_go_on_with_the_next_log_nothing(first, form):
     before = run(text)
     assert_same_bits(before, run(rewritten(text).text, preset="off"))
     assert_close(before, run(rewritten(text, micro_batches=3).text))
+
+
+def test_what_one_line_binds_is_logged_in_the_order_of_the_line():
+    names = ["one", "third", "first", "fourth", "second"]
+    text = SCRIPT.replace("    one = F.cross_entropy", f"    {', '.join(names)} = losses_of")
+    text = text.replace(
+        "\nfor x, y",
+        "\ndef losses_of(out, y):\n    one = F.cross_entropy(out, y)\n"
+        "    return one, one * 3, one * 1, one * 4, one * 2\n\nfor x, y",
+        1,
+    )
+    adds = "\n".join(f"log[task].append({name}.item())" for name in sorted(names))
+    result = rewritten(text.format(**OVER_NAMES, logged=adds.replace("\n", "\n        "), context="pass"))
+    assert f"kept.append(({', '.join(names)}))" in result.text
