@@ -21,6 +21,7 @@ class RetainGraph(Rule):
 
     - another backward, or `torch.autograd.grad`, goes through the same forward afterwards;
     - the graph is carried into the next iteration, or a part of it was made once, before the loop;
+    - a network out of sight begins with a state before the loop (`net.reset_states()`), and may hand it on;
     - the flag is not literally `True`;
     - what is differentiated was computed in code that is not in the file.
 

@@ -1108,3 +1108,39 @@ def test_a_step_that_puts_weights_into_a_mapping_leaves_its_graph_in_them(report
             criterion(net(query.cuda(), weights), target).backward()
     """
     assert report(code) == [("OOM202", 6), ("OOM202", 9)]
+
+
+STATE_OUT_OF_SIGHT = """
+    from project import Net
+    net = Net().cuda()
+    optimizer = torch.optim.Adam(net.parameters())
+    for epoch in range(9):
+        {epoch}
+        for x, y in loader:
+            {batch}
+            optimizer.zero_grad()
+            loss = criterion(net(x), y)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("set_state", "needed"),
+    [
+        ("net.hidden = net.init_hidden()", True),
+        ("net.reset_states()", True),
+        ("other.reset_states()", False),
+        ("net.epoch = epoch", False),
+        ("net.load_state_dict(weights)", False),
+        ("hidden = net.init_hidden()", False),
+    ],
+)
+def test_a_network_out_of_sight_may_hand_on_the_state_that_it_begins_with(report, set_state, needed):
+    code = STATE_OUT_OF_SIGHT.format(epoch=set_state, batch="pass")
+    assert ("OOM103" not in dict(report(code))) is needed
+
+
+@pytest.mark.parametrize("set_state", ["net.hidden = net.init_hidden()", "net.reset_states()"])
+def test_it_hands_on_none_where_each_batch_begins_with_another(report, set_state):
+    assert ("OOM103", 10) in report(STATE_OUT_OF_SIGHT.format(epoch=set_state, batch=set_state))

@@ -194,3 +194,45 @@ def test_a_method_that_is_named_for_it_detaches(report, detaching):
             optimizer.step()
     """
     assert report(code) == []
+
+
+KEPT_BY_A_MODULE = """
+    import torch
+    from torch import nn
+
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.out, self.state = nn.LSTM(8, 16), nn.Linear(16, 2), None
+
+        def forward(self, x):
+            out, state = self.lstm(x, self.state)
+            self.state = {kept}
+            return self.out(out)
+
+    model = Tagger()
+    optimizer = torch.optim.Adam(model.parameters())
+    {before}
+    for x, y in loader:
+        {first}
+        optimizer.zero_grad()
+        with torch.autocast("cpu"):
+            loss = criterion(model(x), y)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, [("OOM104", 11)]),
+        ({"before": "model.state = zeros"}, [("OOM104", 11)]),
+        ({"first": "model.state = None"}, [("OOM103", 22)]),
+        ({"first": "model.state = [part.detach() for part in model.state]"}, [("OOM103", 22)]),
+        ({"kept": "[part.detach() for part in state]"}, [("OOM103", 22)]),
+    ],
+)
+def test_a_state_that_a_module_keeps_goes_into_the_next_forward(report, changes, found):
+    code = KEPT_BY_A_MODULE.format(**{"kept": "state", "before": "pass", "first": "pass"} | changes)
+    assert report(code) == found

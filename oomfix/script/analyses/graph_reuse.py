@@ -11,7 +11,8 @@ from oomfix.script.analyses.rounds import carries_over, fed_back, feeds_itself, 
 from oomfix.script.analyses.windows import is_window_test
 from oomfix.script.facts.definitions import Function
 from oomfix.script.facts.leaves import leaves_of
-from oomfix.script.facts.trace import Backward, Loop, Trace, exclude_each_other
+from oomfix.script.facts.named_like import looks_like_state
+from oomfix.script.facts.trace import Backward, Forward, Loop, Trace, exclude_each_other
 from oomfix.script.syntax.names import last_of, path_of, unpacked
 from oomfix.script.syntax.nodes import Scope, encloses, walk
 
@@ -57,6 +58,7 @@ class GraphReuse:
             or self._adds_older_attribute(loop)
             or carried_from_leaves(loop, self._nodes_beside(loop))
             or _is_cut_off_at_times(backward, loop)
+            or self._begins_with_a_state(loop, forwards)
         ):
             return True
         sharing = [other for origin in backward.origins for other in self._backwards_through.get(origin, ())]
@@ -67,6 +69,15 @@ class GraphReuse:
     def _nodes_beside(self, loop: Loop) -> list[ast.AST]:
         """The nodes of the function that a loop stands in."""
         return [node for node, scope in self._nodes if scope is self._scope_of[loop]]
+
+    def _begins_with_a_state(self, loop: Loop, forwards: Sequence[Forward]) -> bool:
+        """`net.hidden = zeros` or `net.reset_states()` ahead of a loop that does neither.
+
+        The code of the network is out of sight, and may hand its state on from round to round.
+        """
+        networks = {forward.path for forward in forwards if forward.code is None} - {None}
+        begun = [node for node, _ in self._nodes if isinstance(node, ast.stmt) and _sets_a_state(node, networks)]
+        return bool(begun) and not any(encloses(loop, node) for node in begun)
 
     def _is_called_back_on_older(self, backward: Backward) -> bool:
         """Whether it runs in what is handed to something out of sight, which may call that again on the same graph.
@@ -216,6 +227,14 @@ def _is_cut_off_at_times(backward: Backward, loop: Loop) -> bool:
         for name in unpacked(target)
     }
     return bool(rebound) and not rebound.isdisjoint(fed_back(loop))
+
+
+def _sets_a_state(node: ast.stmt, networks: set[str | None]) -> bool:
+    """Whether a statement gives one of some networks a state, or asks it to begin with another one."""
+    match node:
+        case ast.Assign(targets=[ast.Attribute(network, name)]) | ast.Expr(ast.Call(ast.Attribute(network, name))):
+            return path_of(network) in networks and looks_like_state(name) and "dict" not in name
+    return False
 
 
 def _is_handed(function: Function, call: ast.Call) -> bool:

@@ -60,8 +60,7 @@ class Forwards(Networks):
             code=method,
             differentiates=self._differentiates(node.func, module),
         )
-        for number in content.carried_from:
-            self.trace.carries.setdefault(number, Carry(*self._carrying[number], origin))
+        self._carry_into(origin, content)
         if grad is Graph.NO or (not content.graph and self.is_of_frozen(node.func, module, path)):
             self.trace.forwards[origin].graphless = True
             return PLAIN_TENSOR
@@ -69,6 +68,7 @@ class Forwards(Networks):
         if method is None:
             return whole
         returned = self._inside(node, method, module, given, origin)
+        whole = whole._replace(carried_from=self.trace.forwards[origin].carried)
         if (self.parts_record or self.unseen_parts_record) == {Graph.NO}:
             self.trace.forwards[origin].graphless = True
             return PLAIN_TENSOR
@@ -103,7 +103,18 @@ class Forwards(Networks):
             self.parts_record.add(grad)
         if grad is Graph.NO:
             return PLAIN_TENSOR
-        return Value(Kind.TENSOR, grad, content.origins | {self.enclosing_forward})
+        self._carry_into(self.enclosing_forward, content)
+        origins = content.origins | {self.enclosing_forward}
+        return Value(Kind.TENSOR, grad, origins, carried_from=content.carried_from)
+
+    def _carry_into(self, origin: int, content: Value) -> None:
+        """Note what goes into a forward, or a part of it, from the round before: `self.lstm(x, self.hidden)`."""
+        forward = self.trace.forwards.get(origin)
+        if forward is None:
+            return
+        forward.carried |= content.carried_from
+        for number in content.carried_from:
+            self.trace.carries.setdefault(number, Carry(*self._carrying[number], origin))
 
     def _inside(
         self,
