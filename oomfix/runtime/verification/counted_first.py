@@ -39,6 +39,7 @@ MEAN_LOSSES = {
 }  # fmt: skip
 _IN_PLACE = ("div_", "divide_", "true_divide_", "__itruediv__")
 _DIVISIONS = ("div", "divide", "true_divide", "__truediv__", *_IN_PLACE)
+_READS = ("item", "__float__")
 _EXACT, _ROUNDED = 1e-12, 1e-6  # relative error of the sum of some numbers
 _HALF = (torch.float16, torch.bfloat16)
 _ROUNDS = (torch.float32, *_HALF)
@@ -157,7 +158,7 @@ class Means(Bounds):
             self._places.mark(caller)
             self.amounts.append(mean.amount)
             return self.taken(mean)
-        bounded = self.behind(args[0]) if args and getattr(func, "__name__", "") == "item" else None
+        bounded = self.behind(args[0]) if args and getattr(func, "__name__", "") in _READS else None
         result = super().__torch_function__(func, types, args, kwargs)
         if bounded is not None:
             self._read[float(result)] = bounded

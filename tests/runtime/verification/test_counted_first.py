@@ -115,6 +115,7 @@ BY_HAND = [
     over(lambda total, known: total / max(1, known.sum())),
     over(lambda total, known: total / max(known.sum(), 1)),
     over(lambda total, known: total * (3 if known.sum() >= 2 else 1) / known.sum()),
+    over(lambda total, known: total / float(known.sum().clamp(min=1))),
     over(lambda total, known: total / np.maximum(known.numpy().sum(), 1)),
     over(in_place),
     over(lambda total, known: total.clone().div_(known.sum())),
