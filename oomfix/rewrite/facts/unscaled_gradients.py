@@ -8,7 +8,7 @@ from functools import cached_property
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.scale import reads_gradients
 from oomfix.rewrite.facts.verdict import Verdict
-from oomfix.script.facts.trace import Backward
+from oomfix.script.facts.trace import Backward, Step
 from oomfix.script.syntax.names import last_name, path_of
 
 _ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
@@ -31,6 +31,8 @@ class UnscaledGradients:
         if self._given:
             line, target = self._given[0]
             return f"line {line} gives `{target}` a value that is not scaled"
+        if (step := _ahead_of_all_backwards(verdict)) is not None:
+            return f"line {step.node.lineno} steps on gradients of no backward in sight"
         ended = max(event.order for event in verdict.loop.backwards)
         for step in verdict.steps:
             for backward in self._backwards_in_no_loop if step in verdict.loop.later_steps else ():
@@ -58,6 +60,16 @@ class UnscaledGradients:
             for event in self._script.trace.backwards
             if not event.site.loops and not event.is_grad_call and event.node not in rewritten
         ]
+
+
+def _ahead_of_all_backwards(verdict: Verdict) -> Step | None:
+    """A step ahead of every backward of its loop, of an optimizer that makes no other: gradients come from elsewhere.
+
+    `alpha_optim.zero_grad(); architect.unrolled_backward(...); alpha_optim.step()`, and then the weights' own turn.
+    """
+    first = min((event.order for event in verdict.backwards), default=0)  # each as it was met last
+    behind = {step.optimizer for step in verdict.steps if step.order > first}
+    return next((step for step in verdict.steps if step.order < first and step.optimizer not in behind), None)
 
 
 def _has_any_scale(value: ast.expr) -> bool:

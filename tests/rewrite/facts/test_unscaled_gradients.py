@@ -71,3 +71,35 @@ def test_a_step_behind_the_loop_on_a_backward_of_its_own_keeps_losses_unscaled()
     assert note == "losses are not scaled, so no fp16: line 16 steps on the backward of line 15, which is in no loop"
     tail = "if len(loader) % 2:\n    optimizer.step()\n"
     assert "no-fp16" not in rewritten(f"{TOP}{LOOP.format(between='pass')}{tail}").text
+
+
+TWO_PHASES = """\
+from architect import Architect
+other = nn.Linear(4, 2)
+optimizer_2 = torch.optim.SGD(other.parameters(), lr=0.1)
+architect = Architect(model)
+for x, y in loader:
+    {reset}
+    architect.unrolled_backward(x, y, optimizer)
+    optimizer_2.step()
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    {behind}
+"""
+
+
+@pytest.mark.parametrize(
+    ("reset", "behind", "note"),
+    [
+        ("optimizer_2.zero_grad()", "pass", "line 15 steps on gradients of no backward in sight"),
+        ("pass", "optimizer_2.step()", None),
+    ],
+)
+def test_an_optimizer_that_steps_ahead_of_all_backwards_has_gradients_of_another_file(reset, behind, note):
+    """As in the search for architectures: the scaler would find nothing scaled, and end the run."""
+    result = rewritten(f"{TOP}{TWO_PHASES.format(reset=reset, behind=behind)}")
+    told = [said for said in result.loops[0].notes if "in sight" in said]
+    assert told == ([] if note is None else [f"losses are not scaled, so no fp16: {note}"])
+    assert ("no-fp16" in result.text) is (note is not None)
