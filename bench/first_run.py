@@ -54,9 +54,9 @@ that is written anew, a network that predicts losses, and features of a style. T
         "34c",
         "159a677",
         "2026-11-29",
-        """Second files of 20 of the repositories of set 34b, on other subjects (evaluation, sampling, inference), labelled
-and frozen with it. Wrong are beams of a decoder, which go with their sentence. Missed are two networks that sample, in
-files that were not read for want of a word. All are mended.""",
+        """Second files of 20 of the repositories of set 34b, on other subjects (evaluation, sampling, inference),
+labelled and frozen with it. Wrong are beams of a decoder, which go with their sentence. Missed are two networks that
+sample, in files that were not read for want of a word. All are mended.""",
     ),
     Round(
         "33b",

@@ -32,6 +32,7 @@ from oomfix.script.analyses.gradients import (
     optimizes,
     zeroed_by_hand,
 )
+from oomfix.script.analyses.loaded_states import LoadedStates
 from oomfix.script.analyses.loops import find_batch_loops, find_training_loops, is_over_batches
 from oomfix.script.analyses.precision import Precision
 from oomfix.script.analyses.retention import attention_maps, kept_graphs
@@ -51,8 +52,8 @@ from oomfix.script.fixes.removal import Removal
 from oomfix.script.interpreter.follow import Follower
 from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.imports import Imports
-from oomfix.script.syntax.names import last_name, last_of, path_of, receivers, with_holders
-from oomfix.script.syntax.nodes import Nodes, Scope, by_function, collect, walk
+from oomfix.script.syntax.names import last_name, last_of, path_of, receivers
+from oomfix.script.syntax.nodes import Nodes, Scope, by_function, collect
 
 if TYPE_CHECKING:
     from oomfix.script.analyses.graph_reuse import GraphReuse
@@ -364,40 +365,12 @@ class Script:
         return zeroed_by_hand(self.imports.nodes)
 
     def only_loads_state(self, call: ast.Call) -> bool:
-        """Whether what a call gives goes into `load_state_dict`, which copies it to where the parameters are.
-
-        A local name that nothing reads will do, too.
-        """
-        inside, paths = self._loaded_states
-        target = self._only_targets.get(call)
-        return call in inside or target in paths or (target is not None and self._is_unread_local(target, call))
-
-    def _is_unread_local(self, name: str, value: ast.expr) -> bool:
-        """Whether a value is bound to a name of a function that nothing of the file reads."""
-        around = self._by_function[value]
-        if not name.isidentifier() or around is self._by_function[self.source.tree]:
-            return False
-        read = (node.id for node in self.imports.nodes.of(ast.Name) if isinstance(node.ctx, ast.Load))
-        shared = (node.names for node in around if isinstance(node, ast.Global | ast.Nonlocal))
-        return name not in read and not any(name in names for names in shared)
+        """Whether what a call gives goes into `load_state_dict`, which copies it to where the parameters are."""
+        return self._loaded_states.take(call)
 
     @cached_property
-    def _loaded_states(self) -> tuple[set[ast.AST], set[str]]:
-        """The nodes of all calls of `load_state_dict`, and the names and attributes among their arguments."""
-        loads = list(self.calls_of_method("load_state_dict"))
-        arguments = (node for load in loads for argument in load.args for node in walk(argument))
-        paths = (path_of(node) for node in arguments if isinstance(node, ast.Name | ast.Attribute))
-        return {node for load in loads for node in walk(load)}, {path for path in paths if path is not None}
-
-    @cached_property
-    def _only_targets(self) -> dict[ast.expr, str | None]:
-        """The name or attribute that each value, or an entry of it, is assigned to, where it is assigned to one."""
-        return {
-            value: path_of(node.targets[0])
-            for node in self.imports.nodes.of(ast.Assign)
-            if len(node.targets) == 1
-            for value in with_holders(node.value)
-        }
+    def _loaded_states(self) -> LoadedStates:
+        return LoadedStates(self.imports.nodes, self._by_function, self.source.tree)
 
     def makers_of(self, path: str) -> set[str]:
         """What is called, as it is written, for the objects that are assigned to a name or attribute."""
