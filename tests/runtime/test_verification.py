@@ -289,18 +289,21 @@ def test_no_more_rows_are_run_than_one_micro_batch_has():
 
 
 def test_a_loss_is_checked_again_at_calls_2_4_8_and_a_ramped_coupling_is_caught(caplog):
-    """The auxiliary loss couples samples from the sixth call on; the check at the eighth sees it."""
-    model, strength, calls, checks = nn.Linear(6, 4), [0.0], [0], []
+    """The auxiliary loss couples samples from the sixth call on; the check at the eighth sees it.
+
+    Its weight is a tensor: terms that are multiplied by a plain 0 are compared from the first check on.
+    """
+    model, strength, calls, checks = nn.Linear(6, 4), torch.tensor(0.0), [0], []
 
     def forward(x, y):
         if not torch.is_grad_enabled():
             checks.append(calls[0])
-        return F.cross_entropy(model(x), y) + strength[0] * model(x).std(0).mean()
+        return F.cross_entropy(model(x), y) + strength * model(x).std(0).mean()
 
     memory = runtime.preset("16gb", micro_batches=2)  # a part of a check needs two rows for a deviation
     for call in range(1, 18):
         calls[0] = call
-        strength[0] = 0.1 if call >= 6 else 0.0
+        strength.fill_(0.1 if call >= 6 else 0.0)
         memory.forward_backward(forward, X, Y)
         assert ("depend on each other" in caplog.text) == (call >= 8)
     assert list(dict.fromkeys(checks)) == [1, 2, 4, 8, 16]

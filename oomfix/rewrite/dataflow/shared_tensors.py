@@ -48,12 +48,23 @@ def are_changed_in_place(
         functions: those of the file, which may change what they are given.
         ahead: what runs before, and may give the tensors those other names.
     """
+    if not any(may_change_in_place(statement, functions) for statement in statements):
+        return False
     held = _held_with(set(names), [*ahead, *statements])
     if any(_changes(node, held) for statement in statements for node in nodes_of_scope(statement)):
         return True
     calls = (node for statement in statements for node in walk(statement) if isinstance(node, ast.Call))
     runs = ((function, functions.bound(call, function)) for call in calls for function in functions.by(call))
     return any(_changes_given(function, bound, held) for function, bound in runs)
+
+
+def may_change_in_place(statement: ast.stmt, functions: FunctionsCalled) -> bool:
+    """Whether a statement writes to some tensor, or calls a function of the file, which may."""
+    return any(
+        isinstance(node, ast.AugAssign)
+        or (isinstance(node, ast.Call) and (bool(_written_by(node)) or bool(functions.by(node))))
+        for node in walk(statement)
+    )
 
 
 def sharing_memory(names: Set[str], statements: Sequence[ast.stmt]) -> set[str]:
@@ -191,10 +202,14 @@ def _changes(node: ast.AST, held: set[str]) -> bool:
     if isinstance(node, ast.AugAssign):
         return not isinstance(node.value, ast.List | ast.Tuple) and not held.isdisjoint(_bound(node.target))
     if isinstance(node, ast.Call):
-        written = [keyword.value for keyword in node.keywords if keyword.arg == "out"]
-        written += _given(node)[:2] if _is_in_place(node) else []
-        return not held.isdisjoint(path for one in written for path in _may_be(one))
+        return not held.isdisjoint(path for one in _written_by(node) for path in _may_be(one))
     return False
+
+
+def _written_by(call: ast.Call) -> list[ast.expr]:
+    """What a call writes to in place, if it does."""
+    written = [keyword.value for keyword in call.keywords if keyword.arg == "out"]
+    return written + (_given(call)[:2] if _is_in_place(call) else [])
 
 
 def _changes_given(function: FunctionNode, bound: Bound[ast.expr], held: set[str]) -> bool:

@@ -67,9 +67,17 @@ def _ahead_of_all_backwards(verdict: Verdict) -> Step | None:
 
     `alpha_optim.zero_grad(); architect.unrolled_backward(...); alpha_optim.step()`, and then the weights' own turn.
     """
-    first = min((event.order for event in verdict.backwards), default=0)  # each as it was met last
-    behind = {step.optimizer for step in verdict.steps if step.order > first}
-    return next((step for step in verdict.steps if step.order < first and step.optimizer not in behind), None)
+
+    def is_ahead(step: Step) -> bool:
+        return all(
+            step.site.loop is event.site.loop
+            and step.site.function is event.site.function
+            and step.node.lineno < event.node.lineno
+            for event in verdict.loop.backwards
+        )
+
+    others = {step.optimizer for step in verdict.steps if not is_ahead(step)}
+    return next((step for step in verdict.steps if is_ahead(step) and step.optimizer not in others), None)
 
 
 def _has_any_scale(value: ast.expr) -> bool:

@@ -121,7 +121,8 @@ class Batch:
         A small one may be of no use for the loss: then each part would compute that of the whole batch.
         """
         length = next(iter(self._lengths()), 1)
-        numbers = [sum(one.numel() for one in self.tensors() if _length(one) == rows) for rows in (length, size)]
+        with_rows = [one for one in self.tensors() if one.dim()]
+        numbers = [sum(one.numel() for one in with_rows if _length(one) == rows) for rows in (length, size)]
         return length not in (1, size) and numbers[0] > numbers[1]
 
     def _lengths(self) -> list[int]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from oomfix.script.facts.cases import compared_constants, compared_texts, given_for
 from oomfix.script.facts.loss_terms import additive_terms, called_terms, summed_terms
 from oomfix.script.facts.named_like import (
     abbreviates_loss,
@@ -29,6 +28,7 @@ from oomfix.script.facts.torch_facts import kind_of_call
 from oomfix.script.facts.values import Kind
 from oomfix.script.syntax.names import MOVES, last_of, path_of, path_of_each, without_moves
 from oomfix.script.syntax.nodes import Scope, evaluates_what_it_is_given, only_argument
+from oomfix.script.syntax.parameters import bind_call
 from oomfix.script.syntax.patterns import Pattern
 
 _MODULE_METHODS = frozenset(
@@ -174,8 +174,9 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
         elif isinstance(node, ast.Call):
             _read_call(node, scope, hints)
         elif isinstance(node, ast.Compare):
-            if isinstance(node.left, ast.Name):
-                _read_cases(node, node.left.id, scope, labelled, hints)
+            _read_labels(node, labelled, hints)
+            if isinstance(node.left, ast.Name) and (texts := _compared_texts(node)):
+                hints.told_apart.setdefault((scope, node.left.id), set()).update(texts)
         elif isinstance(node, ast.stmt):
             hints.statements += 1
             if isinstance(node, ast.Assign):
@@ -192,7 +193,7 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                 if node.value is not None:
                     assignments.append((scope, node.target, node.value))
     if labelled:
-        hints.labels.update(given_for(labelled, nodes))
+        hints.labels.update(_given_for(labelled, nodes))
     _spread(assignments, hints)
     hints.called |= {path for _, target, value in assignments for path in _called_by_another_name(target, value, hints)}
     hints.leaves = {path for path in hints.leaves if hints.is_used_as_tensor(path)}
@@ -205,15 +206,6 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
         if alike & hints.modules and len(alike) > 1:
             hints.modules |= alike & hints.called
     return hints
-
-
-def _read_cases(test: ast.Compare, name: str, scope: Scope, labelled: set[str], hints: Hints) -> None:
-    """What a name is compared with: `phase == "train"`, `mode == TRAIN`."""
-    if constants := compared_constants(test):
-        hints.labels |= constants
-        labelled.add(name)
-    if texts := compared_texts(test):
-        hints.told_apart.setdefault((scope, name), set()).update(texts)
 
 
 def _moved_as_a_whole(node: ast.expr) -> Iterator[str]:
@@ -377,6 +369,42 @@ def _are_optimizers(kinds: ast.expr) -> bool:
     """`torch.optim.Optimizer`, `(Optimizer, type(None))`: kinds one of which is that of optimizers."""
     several = kinds.elts if isinstance(kinds, ast.Tuple) else [kinds]
     return any(last_of(path_of(kind)) == "Optimizer" for kind in several)
+
+
+def _compared_texts(test: ast.Compare) -> list[str]:
+    """The texts that a comparison tells apart: `phase == "train"`, `phase in ("train", "val")`."""
+    return [
+        part.value for part in _compared_with(test) if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+
+
+def _compared_with(test: ast.Compare) -> list[ast.expr]:
+    """The right side of a comparison, one by one where it lists several."""
+    right = test.comparators[0]
+    return right.elts if isinstance(right, ast.Tuple | ast.List | ast.Set) else [right]
+
+
+def _read_labels(test: ast.Compare, labelled: set[str], hints: Hints) -> None:
+    """`mode == TRAIN`: the constants that something is compared with, and the name of what they are for."""
+    constants = {part.id for part in _compared_with(test) if isinstance(part, ast.Name) and part.id.isupper()}
+    if constants and isinstance(test.left, ast.Name):
+        hints.labels |= constants
+        labelled.add(test.left.id)
+
+
+def _given_for(parameters: set[str], nodes: list[tuple[ast.AST, Scope]]) -> Iterator[str]:
+    """The constants that calls give for parameters of some names: `EVAL` in `run(loader, mode=EVAL)`.
+
+    `MODE` for `mode` is a setting of the whole script, and no case.
+    """
+    functions = {node.name: node.args for node, _ in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for call in (node for node, _ in nodes if isinstance(node, ast.Call)):
+        given = [(keyword.arg, keyword.value) for keyword in call.keywords]
+        if (called := functions.get(path_of(call.func) or "")) is not None:
+            given += [(parameter.arg, value) for parameter, value in bind_call(call, called).given]
+        for name, value in given:
+            if name in parameters and isinstance(value, ast.Name) and value.id.isupper() and value.id != name.upper():
+                yield value.id
 
 
 def assigned_calls(statement: ast.Assign) -> Iterator[tuple[str, str]]:
