@@ -374,9 +374,15 @@ class Script:
 
     def makers_of(self, path: str) -> set[str]:
         """What is called, as it is written, for the objects that are assigned to a name or attribute."""
-        return {
-            maker for node in self.imports.nodes.of(ast.Assign) for maker, one in assigned_calls(node) if one == path
-        }
+        return self._makers.get(path, set())
+
+    @cached_property
+    def _makers(self) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for node in self.imports.nodes.of(ast.Assign):
+            for maker, path in assigned_calls(node):
+                found.setdefault(path, set()).add(maker)
+        return found
 
     def is_forward_of_network(self, forward: Forward) -> bool:
         """Whether a call runs the network itself: the module, or a method that is named or trained like its forward.

@@ -62,14 +62,22 @@ class Imports:
         return any(one.lineno < line and self._reaches(one, line) for one in above)
 
     def _reaches(self, statement: ast.stmt, line: int) -> bool:
-        """Whether what a statement binds is bound at a line below, too."""
-        if any(_is_around(node, statement.lineno) for node in self.nodes.of(ast.ClassDef)):
-            return False
-        for_types = (node for node in self.nodes.of(ast.If) if last_of(path_of(node.test)) == "TYPE_CHECKING")
-        if any(statement in node.body for node in for_types):
-            return False
-        around = (node for node in self.nodes.functions if _is_around(node, statement.lineno))
-        return all(_is_around(node, line) for node in around)
+        """Whether what an import binds is bound at a line below, too."""
+        around = self._functions_around[statement]
+        return around is not None and all(_is_around(function, line) for function in around)
+
+    @cached_property
+    def _functions_around(self) -> dict[ast.stmt, list[ast.FunctionDef | ast.AsyncFunctionDef] | None]:
+        """The functions that each import stands in; None for one in a class, or for types alone."""
+        for_types = [node for node in self.nodes.of(ast.If) if last_of(path_of(node.test)) == "TYPE_CHECKING"]
+        skipped = {one for node in for_types for one in node.body}
+        found: dict[ast.stmt, list[ast.FunctionDef | ast.AsyncFunctionDef] | None] = {}
+        for statement in (*self._statements(starred=False), *self._statements(starred=True)):
+            line = statement.lineno
+            in_class = any(_is_around(node, line) for node in self.nodes.of(ast.ClassDef))
+            around = [node for node in self.nodes.functions if _is_around(node, line)]
+            found[statement] = None if in_class or statement in skipped else around
+        return found
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
         """Every call of one of these qualified names."""
