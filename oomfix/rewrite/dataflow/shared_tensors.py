@@ -48,7 +48,7 @@ def are_changed_in_place(
         functions: those of the file, which may change what they are given.
         ahead: what runs before, and may give the tensors those other names.
     """
-    if not any(may_change_in_place(statement, functions) for statement in statements):
+    if not any(_may_change_in_place(statement, functions) for statement in statements):
         return False
     held = _held_with(set(names), [*ahead, *statements])
     if any(_changes(node, held) for statement in statements for node in nodes_of_scope(statement)):
@@ -58,7 +58,7 @@ def are_changed_in_place(
     return any(_changes_given(function, bound, held) for function, bound in runs)
 
 
-def may_change_in_place(statement: ast.stmt, functions: FunctionsCalled) -> bool:
+def _may_change_in_place(statement: ast.stmt, functions: FunctionsCalled) -> bool:
     """Whether a statement writes to some tensor, or calls a function of the file, which may."""
     return any(
         isinstance(node, ast.AugAssign)
