@@ -175,13 +175,14 @@ class _Census:
 
     def count_variables(self, frames: Iterable[FrameType]) -> None:
         """What the variables of functions that run, or were running, refer to."""
+        depths: dict[int, int] = {}
         for frame in frames:
             code = frame.f_code
             if not is_users(code.co_filename):
                 continue
             where = f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})"
             for name, value in list(frame.f_locals.items()):
-                for place, tensor in _tensors_in(name, value, _DEPTH, set()):
+                for place, tensor in _tensors_in(name, value, _DEPTH, depths):
                     self._count(tensor, f"`{place}` of {where}", VARIABLES)
 
     def count_recorded(self) -> None:
@@ -226,22 +227,25 @@ class _Census:
         )
 
 
-def _tensors_in(place: str, value: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a variable, with what to call its place: a container, or an attribute of an object."""
+def _tensors_in(place: str, value: Any, depth: int, depths: dict[int, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a variable, with what to call its place: a container, or an attribute of an object.
+
+    `depths` says how deep each thing was looked into, by its id: many functions refer to the same ones.
+    """
     kind = type(value)
     if issubclass(kind, torch.Tensor):
         yield place, value
         return
-    if depth == 0 or issubclass(kind, _NO_DATA) or id(value) in seen:
+    if depth <= depths.get(id(value), 0) or issubclass(kind, _NO_DATA):
         return
     if kind in (list, tuple, dict):
-        seen.add(id(value))
+        depths[id(value)] = depth
         for item in list(value.values() if kind is dict else value):
-            yield from _tensors_in(place, item, depth - 1, seen)
+            yield from _tensors_in(place, item, depth - 1, depths)
     elif kind.__dictoffset__:
-        seen.add(id(value))
+        depths[id(value)] = depth
         for name, item in list(vars(value).items()):
-            yield from _tensors_in(f"{place}.{name}", item, depth - 1, seen)
+            yield from _tensors_in(f"{place}.{name}", item, depth - 1, depths)
 
 
 def _frames_of(error: BaseException | None) -> Iterator[FrameType]:

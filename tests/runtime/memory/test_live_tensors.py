@@ -205,6 +205,29 @@ def test_variables_that_hold_themselves_are_looked_into_once():
     assert next(held for held in report.largest if held.name.startswith("`cycle` of")).nbytes == 280
 
 
+def test_what_lies_deep_in_one_variable_is_looked_into_where_another_is_near():
+    far = [[[]]]  # looked into first
+    near = [[{"tensor": torch.ones(70)}]]
+    far[0][0].append([near])
+    report = runtime.oom_report()
+    assert next(held for held in report.largest if held.name.startswith("`near` of")).nbytes == 280
+
+
+def test_what_many_functions_refer_to_is_looked_into_once(monkeypatch):
+    data, looked_into, tensors_in = [object() for _ in range(500)], [], live_tensors._tensors_in
+
+    def counted(place, value, depth, depths):
+        looked_into.append(id(value))
+        return tensors_in(place, value, depth, depths)
+
+    def reported(rows, calls):
+        return reported(rows, calls - 1) if calls else runtime.oom_report()
+
+    monkeypatch.setattr(live_tensors, "_tensors_in", counted)
+    reported(data, 20)
+    assert looked_into.count(id(data[0])) == 1
+
+
 def test_kept_graphs_are_named_with_their_cure():
     model, losses = nn.Linear(8, 8), []
     for _ in range(10):
