@@ -4,14 +4,15 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
+import tempfile
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.starter import WITH_TORCH, Request
 
 torch = pytest.importorskip("torch")
 
@@ -46,17 +47,14 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def start(name: str, directory: Path) -> subprocess.Popen[str]:
+def printed_by(name: str, directory: Path) -> str:
+    """What a tiny run prints in a process of its own."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-W", "ignore", str(FIXTURES / name / "train.py"), "--tiny"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=directory, env=environment, text=True, **pipes)
-
-
-def output(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    return out
+    request = Request(str(FIXTURES / name / "train.py"), ["--tiny"], environment, str(directory))
+    with tempfile.TemporaryFile("w+") as printed, open(os.devnull) as nothing:
+        assert WITH_TORCH.run(request, [nothing.fileno(), printed.fileno(), 2], limit_s=60) == 0
+        printed.seek(0)
+        return printed.read()
 
 
 def tiny(name: str) -> tuple[ModuleType, object]:
@@ -69,12 +67,11 @@ def tiny(name: str) -> tuple[ModuleType, object]:
 @pytest.mark.filterwarnings(QUIET)
 def test_the_tiny_run_repeats_itself_and_learns(name, tmp_path, monkeypatch, capsys):
     """Two processes, one of them this one, print the same; losses end lower than each sequence of epochs began."""
-    process = start(name, tmp_path)
+    printed = printed_by(name, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     module = load(name)
     module.main(module.parse_args(["--tiny"]))
-    printed = output(process)
     assert capsys.readouterr().out == printed
 
     losses = [(int(epoch), float(loss)) for epoch, loss in LOSS.findall(printed)]

@@ -74,7 +74,8 @@ def test_what_threads_move_and_make_counts(simulate, code):
 
 
 def test_a_thread_that_runs_out_of_memory_ends_the_run(simulate):
-    found = simulate(BESIDE.replace("256", "2**20"), budget_bytes=2**30)
+    # a batch of 64 MiB fits, what the layer makes of it does not
+    found = simulate(BESIDE.replace("256", "2**14"), budget_bytes=100 * 2**20)
     assert "out of memory" in found["out_of_memory"]
 
 
