@@ -8,6 +8,7 @@ weighs nothing gets the share 0, because its mean is NaN. A call that fails with
 again.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +23,10 @@ from oomfix.runtime.calls.accumulation import Proportions, Slot, Window
 from oomfix.runtime.state.gradients import GradientsAside
 from oomfix.runtime.verification.divisors import (
     Counted,
+    Divisor,
     Means,
     are_one,
+    as_many,
     common_bound,
     divisors,
     means,
@@ -173,9 +176,11 @@ class Weighing:
         decided = self._slot.decided_by
         if decided is None or decided.divisors or not targets or not (decided.undecided or any(decided.means)):
             return True
-        found = divisors(loss)
-        if decided.means and len(found) != len(decided.means):
-            return True  # they are hidden in compiled code
+        found: Sequence[Divisor] = divisors(loss)
+        if decided.means:
+            found = as_many(found, len(decided.means))
+            if not found:
+                return True  # they are hidden in compiled code
         counts = [one.amount for place, one in enumerate(found) if not decided.means or decided.means[place]]
         return self._slot.others.keep(targets, numbers(counts))
 
@@ -303,8 +308,8 @@ class Shares:
         """Refuse means that in some part divide by more or less than in proportion to its weight, or a constant."""
         if not weight and any(self._verdict.means):
             raise self._open("a part of it that has no targets may have something else that its loss is a mean of")
-        found = divisors(loss)
-        if not weight or len(found) != len(self._verdict.means):
+        found = as_many(divisors(loss), len(self._verdict.means))
+        if not weight or not found:
             return  # it is left out, or they are hidden in compiled code, or it takes another branch
         if not self._proportions.keep(weight, numbers([divisor.amount for divisor in found]), or_stay=True):
             raise self._open("the means in its loss divide by more in one part of it than in another")

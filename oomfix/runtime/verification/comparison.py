@@ -29,7 +29,7 @@ from oomfix.runtime.verification.border import around_checked
 from oomfix.runtime.verification.compared_numbers import Bent
 from oomfix.runtime.verification.computed_masks import alike, empty
 from oomfix.runtime.verification.counted_first import DividedMeans, Means, NotedMeans, are_counted, vary
-from oomfix.runtime.verification.divisors import Divisor, common_bound, counting, divisors, read
+from oomfix.runtime.verification.divisors import Divisor, common_bound, counting, divisors, of_each, read
 from oomfix.runtime.verification.evidence import Evidence, Runs
 from oomfix.runtime.verification.hinges import closed_alike
 from oomfix.runtime.verification.left_attributes import Left, left_by
@@ -214,8 +214,9 @@ class _Comparison:
             found.nll_losses, divisors = 0, [[], []]
         if found.own_targets or found.counted_means:
             found.nll_losses = 0  # they are means over samples now
-        if simulation.assumption is None and all(len(part.divisors) == len(whole.divisors) for part in parts):
-            amounts, *of_parts = ([one.divided_by for one in read(run.divisors)[0]] for run in (whole, *parts))
+        if simulation.assumption is None:
+            common = of_each([run.divisors for run in (whole, *parts)])
+            amounts, *of_parts = ([one.divided_by for one in read(of_run)[0]] for of_run in common)
             counted = counting(amounts, of_parts)
             found.means = tuple(position in counted for position in range(len(amounts)))
         if self._how.divides:

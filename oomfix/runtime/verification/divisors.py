@@ -43,11 +43,13 @@ class Divisor:
         amount: as autograd keeps it.
         of: the operation that takes the mean, and the one whose result it is taken of.
         bounded: what it was made of, where it is kept away from 0.
+        level: how many divisions its mean is divided by besides.
     """
 
     amount: Any
     of: tuple[str, str]
     bounded: Bounded | None = None
+    level: int = 0
 
     @property
     def is_division(self) -> bool:
@@ -121,10 +123,10 @@ def divisors(loss: torch.Tensor, bounds: Bounds | None = None) -> list[Divisor]:
         bounds: what was noted as it was computed.
     """
     found: list[Divisor] = []
-    ahead: list[Any] = [loss.grad_fn]
+    ahead: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
     seen: set[Any] = set()
     while ahead:
-        node = ahead.pop()
+        node, level = ahead.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -134,18 +136,41 @@ def divisors(loss: torch.Tensor, bounds: Bounds | None = None) -> list[Divisor]:
             (numerator, _), *others = node.next_functions
             if not any(other is not None for other, _ in others) and _is_number(node._saved_other):
                 amount = node._saved_other
-            ahead.append(numerator)
+            ahead.append((numerator, level + (amount is not None)))
         elif name in _MEANS:
             amount = node._saved_self_sym_numel
         elif name in _MEAN_LOSSES and node._saved_reduction == _MEAN:
             amount = node._saved_self.numel()
         elif name in _TERMS:
-            ahead += [term for term, _ in reversed(node.next_functions)]
+            ahead += [(term, level) for term, _ in reversed(node.next_functions)]
         if amount is not None:
             behind = node.next_functions[0][0]
             bounded = None if bounds is None else bounds.behind(amount)
-            found.append(Divisor(amount, (name, "" if behind is None else behind.name()), bounded))
+            found.append(Divisor(amount, (name, "" if behind is None else behind.name()), bounded, level))
     return found
+
+
+def of_each(runs: Sequence[Sequence[Divisor]]) -> list[Sequence[Divisor]]:
+    """Of the means in one loss, those that each run of it takes, on whatever rows: all, or those around a loop.
+
+    A loop over samples takes other numbers of means, of which each is of a sample. Divisions of what they add up to
+    divide the whole.
+    """
+    most = max(max((divisor.level for divisor in run), default=0) for run in runs)
+    for level in range(most, -1, -1):
+        outer = [[divisor for divisor in run if divisor.level <= level] for run in runs]
+        if len({len(run) for run in outer}) == 1:
+            return [*outer]
+    return [() for _ in runs]
+
+
+def as_many(found: Sequence[Divisor], count: int) -> Sequence[Divisor]:
+    """The `count` means of a loss that `of_each` gave for others; none where it has other numbers of them."""
+    for level in range(max((divisor.level for divisor in found), default=0), -1, -1):
+        outer = [divisor for divisor in found if divisor.level <= level]
+        if len(outer) == count:
+            return outer
+    return ()
 
 
 def _is_number(divisor: Any) -> bool:

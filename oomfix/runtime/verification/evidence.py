@@ -76,7 +76,7 @@ class Evidence:
         counts_little: what a mean divides by is no more than a number that the program compares it with.
         amounts: what each mean divides by, of all rows and of both parts, where means were watched.
         numbers: what was noted of the run on all rows and of both parts, where that was asked for.
-        means: of each mean in the loss, where all rows and both parts have as many, whether it counts samples.
+        means: of each mean in the loss that all rows and both parts have, whether it counts samples.
         calls: functions called by the run on all rows, where these were watched.
         drew: random numbers were drawn.
         drew_besides_torch: some of them from Python's or NumPy's generators, which are not watched.

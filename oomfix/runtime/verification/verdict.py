@@ -32,7 +32,7 @@ class Verdict:
             has, and only running them tells that, see `counted_first`; `units` is "rows" then.
         from_nothing: of rows that have nothing that counts, these were seen to be 0.
         means: of each that its loss has besides, taken by the program itself, whether it counts samples (a constant
-            does not); none also where a loop over samples takes them.
+            does not); not of those that a loop over samples takes.
         held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
         needs_gradients: the forward fails without a graph.
         differentiates: it runs a backward of its own (gradient penalties).

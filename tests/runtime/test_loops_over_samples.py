@@ -1,0 +1,70 @@
+"""Losses that a loop over samples adds up, and that are divided by how many of them had something to add."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from oomfix import runtime
+
+LOSSES = {
+    "mean squares": lambda output, target: F.mse_loss(output, target),
+    "cross entropies": lambda output, target: F.cross_entropy(output, target.argmax(1)),
+    "divided by hand": lambda output, target: (output - target).abs().sum() / len(output),
+}
+TOTALS = {
+    "one": lambda losses: sum(losses) / len(losses),
+    "at least one": lambda losses: sum(losses) / max(len(losses), 1),
+    "beside another term": lambda losses: 0.1 * losses[0].detach() * 0 + sum(losses) / len(losses),
+    "two terms": lambda losses: sum(losses) / len(losses) + sum(loss.pow(2) for loss in losses) / len(losses),
+    "in two steps": lambda losses: 2 * (sum(losses) / len(losses)) / 4,
+}
+
+
+def images(count, empty, seed):
+    """So many images with one to four boxes each, but for those numbered in `empty`."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [0 if number in empty else 1 + (number * 7 + seed) % 4 for number in range(count)]
+    drawn = [torch.randn(length, 7, generator=generator).double() for length in lengths]
+    return [boxes[:, :4] for boxes in drawn], [boxes[:, 4:] for boxes in drawn]
+
+
+@pytest.mark.parametrize("total", TOTALS)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("micro_batches", [2, 3, 5])
+def test_a_mean_over_images_with_boxes_is_seen_at_the_first_call_that_has_some_without(total, loss, micro_batches):
+    """The third call is not checked, and graphs of loops differ from micro-batch to micro-batch anyway."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    def forward(outputs, targets):
+        pairs = zip(outputs, targets, strict=True)
+        return TOTALS[total]([LOSSES[loss](net(x), y) for x, y in pairs if len(x)])
+
+    memory = runtime.preset("16gb", micro_batches=micro_batches)
+    for number, empty in enumerate([(), (), (1, 4, 5), (), (0, 2, 9), (11,)]):
+        batch = images(12, empty, number)
+        expected = torch.autograd.grad(forward(*batch), [*net.parameters()])
+        net.zero_grad()
+        memory.forward_backward(forward, *batch)
+        for parameter, gradient in zip(net.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loop_over_samples_that_all_have_something_is_split(loss):
+    net, memory = nn.Linear(4, 3).double(), runtime.preset("16gb", micro_batches=3)
+
+    def forward(outputs, targets):
+        total = 0.0
+        for x, y in zip(outputs, targets, strict=True):
+            total = total + LOSSES[loss](net(x), y)
+        return total / len(outputs)
+
+    for number, count in enumerate((12, 12, 7, 5, 12)):
+        batch = images(count, (), number)
+        expected = torch.autograd.grad(forward(*batch), net.weight)[0]
+        net.zero_grad()
+        memory.forward_backward(forward, *batch)
+        torch.testing.assert_close(net.weight.grad, expected, rtol=1e-10, atol=1e-12)
+    assert memory.report().forwards[0].whole_because is None
