@@ -54,13 +54,18 @@ class ComputedMasks:
         self._gaps = gaps
         self._steps_first = steps_first
 
-    def computed(self, mask: Any) -> Any:
+    def drawn(self, mask: Any) -> Any:
+        """As `computed`, for ones and zeros of any type, which get the gap themselves: others may know them too."""
+        with_gap = self.computed(mask, mask.dtype if isinstance(mask, torch.Tensor) else None)
+        return mask if with_gap is mask else mask.copy_(with_gap)
+
+    def computed(self, mask: Any, dtype: torch.dtype | None = torch.bool) -> Any:
         """Note what a comparison gave; returns it, or a copy with a gap: half of what it leaves of the first row.
 
         Where that is nothing, half of the first row is left.
         """
         self.seen.append(None)
-        found = self._of_rows(mask)
+        found = self._of_rows(mask, dtype)
         if found is None or _is_of_a_constraint():
             return mask
         (in_rows, dim), entries = found, found[0].reshape(self._rows, -1)
@@ -75,8 +80,8 @@ class ComputedMasks:
         with_gap[0, places[: max(len(places) // 2, 1)]] = not leaves
         return as_it_was(with_gap.view(in_rows.shape), dim).view(mask.shape)
 
-    def _of_rows(self, mask: object) -> tuple[torch.Tensor, Dim] | None:
-        if simulation.assumption is not None or not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+    def _of_rows(self, mask: object, dtype: torch.dtype | None) -> tuple[torch.Tensor, Dim] | None:
+        if simulation.assumption is not None or not isinstance(mask, torch.Tensor) or mask.dtype != dtype:
             return None
         if mask.layout != torch.strided or mask.is_nested or compat.beneath_transforms(mask) is None:
             return None

@@ -33,6 +33,8 @@ _PICKING = ("nonzero", "argwhere", "masked_select")
 # others that give a mask
 _MASKS = (*EQUALS, "isfinite", "__invert__", "logical_not", "bitwise_not",
           "__and__", "logical_and", "bitwise_and", "__or__", "logical_or", "bitwise_or")  # fmt: skip
+# and these draw one, entry by entry
+_FLIPS = ("bernoulli", "bernoulli_")
 # what gives the sum or difference of two terms of a loss
 IN_PLACE = ("add_", "__iadd__", "sub_", "__isub__")
 _ADDITIONS = ("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", *IN_PLACE)
@@ -66,6 +68,7 @@ class Kind(Enum):
     COUNTS = auto()
     COMPARES = auto()
     MASKS = auto()
+    FLIPS = auto()
     DISTINGUISHES = auto()
     READS = auto()
     LEAVES = auto()
@@ -90,6 +93,7 @@ _NAMED = (
     (Kind.CASTS, _CASTS),
     (Kind.COUNTS, COUNTS),
     (Kind.MASKS, _MASKS),
+    (Kind.FLIPS, _FLIPS),
     (Kind.DISTINGUISHES, ("unique",)),
     (Kind.READS, ("item",)),
     (Kind.LEAVES, _LEAVING),

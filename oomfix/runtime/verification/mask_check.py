@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from oomfix.runtime.batches.rows import choose_others, gaps_for_masks
-from oomfix.runtime.verification.evidence import Runs
+from oomfix.runtime.verification.evidence import Evidence, Runs
 from oomfix.runtime.verification.few_rows import FewRows
-from oomfix.runtime.verification.judging import OPEN, OTHERS, contradict, judge
+from oomfix.runtime.verification.judging import DEPEND, OPEN, OTHERS, SEVERAL_DEPEND, contradict, judge
 from oomfix.runtime.verification.result_check import Found
 from oomfix.runtime.verification.verdict import Verdict
 
@@ -35,23 +35,27 @@ def by_other_rows(few: FewRows, found: Found, how: Runs, count: int) -> Verdict 
 def by_computed_masks(few: FewRows, found: Found, how: Runs, count: int) -> Verdict | None:
     """As `by_masks`, for masks that the forward computes."""
     # fewer rows than the verdict was given on: those did not fit again
-    return _with_gaps(
-        few, how, count, found.alike_masks if count == found.rows else few.compared(count, how).alike_masks
-    )
+    alike = found.alike_masks if count == found.rows else few.compared(count, how).alike_masks
+    evidence = few.compared(count, replace(how, mask_gaps=alike)) if alike else None
+    return None if evidence is None or evidence.failure else judge(evidence)
 
 
 def by_empty_masks(few: FewRows, found: Found, how: Runs, count: int) -> Verdict | None:
     """The verdict that refuses a split where computed masks leave something that left nothing; None if nothing does.
 
-    What the loss does then, as behind `if (loss > 100).any()`, is seen at the micro-batches that do it.
+    What another branch does then, as behind `if (loss > 100).any()`, is seen at the micro-batches that take it.
     """
     empty = found.empty_masks if count == found.rows else few.compared(count, how).empty_masks
-    verdict = _with_gaps(few, how, count, empty)
-    return verdict if verdict is not None and verdict.reason == OTHERS else None
-
-
-def _with_gaps(few: FewRows, how: Runs, count: int, masks: frozenset[int]) -> Verdict | None:
-    if not masks:
+    filled = few.compared(count, replace(how, mask_gaps=empty)) if empty else None
+    if filled is None or filled.failure:
         return None
-    evidence = few.compared(count, replace(how, mask_gaps=masks))
-    return None if evidence.failure else judge(evidence)
+    verdict = judge(filled)
+    if verdict.reason == OTHERS:
+        return verdict
+    depends = verdict.reason in (DEPEND, SEVERAL_DEPEND)
+    return verdict if depends and _is_one_way(filled, few.compared(count, how)) else None
+
+
+def _is_one_way(evidence: Evidence, other: Evidence) -> bool:
+    """Whether a forward computed the same with masks that leave something and without, of other numbers."""
+    return (evidence.calls, evidence.truths) == (other.calls, other.truths)

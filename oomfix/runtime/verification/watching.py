@@ -221,6 +221,8 @@ class Watch(TorchFunctionMode):
             if func.__name__ in IN_PLACE:
                 self._about_to_write(args)
             return self._add(func, args, kwargs)
+        if kind is Kind.FLIPS:
+            return self._flip(func, args, kwargs)
         if kind is Kind.WRITES:
             self._about_to_write(args)
         elif kind is Kind.SELECTS:
@@ -391,6 +393,11 @@ class Watch(TorchFunctionMode):
 
     def _note_across(self, kind: Kind, across: Across) -> None:
         self.across.setdefault(kind, []).append(across)
+
+    def _flip(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.__name__.endswith("_"):
+            self._about_to_write(args)
+        return self.masks.drawn(func(*args, **kwargs))
 
     def _cross_entropy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ignored = kwargs.get("ignore_index", -100)
