@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ast
 
+from oomfix.rewrite.facts.out_of_sight import OutOfSight
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.text.layout import Lines
 from oomfix.rewrite.text.removal import without
 from oomfix.script.syntax.edits import Edit, bounds
 from oomfix.script.syntax.names import last_name, path_of
-from oomfix.script.syntax.nodes import walk
+from oomfix.script.syntax.nodes import arguments_of, walk
 
 NOTE = "apex is replaced by the runtime's own mixed precision"
 
@@ -21,7 +22,7 @@ def apex_edits(reading: Reading) -> list[Edit]:
     """The edits that leave a script without `apex.amp`: losses are differentiated as they are.
 
     Nothing where any use of it is not understood: saved states, options of one loss, losses scaled but not at once
-    differentiated, half precision by hand, networks that another file gives to it.
+    differentiated, half precision by hand, networks that another file gives to it, or scales the losses of.
     """
     text = reading.source.text
     if "scale_loss" not in text or "initialize" not in text or "fp16_utils" in text or "FP16_Optimizer" in text:
@@ -36,7 +37,7 @@ class _Unknown(Exception):
 class _Migration:
     def __init__(self, reading: Reading) -> None:
         self._source, self._blocks, self._layout = reading.source, reading.blocks, reading.layout
-        self._nodes = reading.script.imports.nodes
+        self._reading, self._nodes = reading, reading.script.imports.nodes
 
     def edits(self) -> list[Edit]:
         imports = [node for node in self._nodes if isinstance(node, ast.ImportFrom) and node.module == "apex"]
@@ -108,6 +109,8 @@ class _Migration:
         given = call.args[:2]
         if len(given) != 2 or any(isinstance(one, ast.List | ast.Tuple) for one in (*given, *target.elts)):
             raise _Unknown
+        if self._are_given_away(*target.elts):
+            raise _Unknown
         segment = self._source.segment
         changed = [
             (segment(one), segment(other))
@@ -115,6 +118,15 @@ class _Migration:
             if ast.unparse(one) != ast.unparse(other)
         ]
         return f"{', '.join(one for one, _ in changed)} = {', '.join(other for _, other in changed)}" if changed else ""
+
+    def _are_given_away(self, network: ast.expr, optimizer: ast.expr) -> bool:
+        """Whether a function of another file gets both, so that it may scale losses by what apex noted on them."""
+        paths = path_of(network), path_of(optimizer)
+        if None in paths:
+            return True
+        calls = OutOfSight(self._reading, {str(paths[0])}).calls()
+        others = (call for call in calls if last_name(call) != "initialize")
+        return any(path_of(one) == paths[1] for call in others for one in arguments_of(call))
 
     def _parameters(self, call: ast.Call) -> str:
         """The parameters that are clipped: as the script says where it does not use apex, else the optimizer's."""

@@ -108,6 +108,23 @@ def test_a_loop_whose_network_another_file_gives_to_apex_is_left_alone():
     assert after.loops[0].reason == "apex does the mixed precision; move it to torch.amp first"
 
 
+@pytest.mark.parametrize(
+    ("call", "rewrite"),
+    [
+        ("attack(model, x, y, optimizer)", "none"),
+        ("attack(model, x, y, opt=optimizer)", "none"),
+        ("attack(model, x, y)", "micro-batched"),
+        ("adjust(optimizer, step)", "micro-batched"),
+    ],
+)
+def test_a_network_and_its_optimizer_that_another_file_gets_keep_their_apex(call, rewrite):
+    """It may scale a loss by what `amp.initialize` noted on them, which fails without."""
+    text = SCRIPT.replace("import torch\n", "import torch\nfrom attacks import adjust, attack\n", 1)
+    after = rewritten(text + f"    print({call})\n")
+    assert after.loops[0].rewrite == rewrite
+    assert ("amp.initialize" in after.text) == (rewrite == "none")
+
+
 def test_a_network_given_to_apex_where_that_may_fail_leaves_the_script_alone():
     """What the handler does besides stays, so that the call would stay with it."""
     text = SCRIPT.replace(
