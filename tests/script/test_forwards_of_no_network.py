@@ -246,3 +246,29 @@ DRAWN = """
 )
 def test_what_is_done_with_a_network_is_none(report, name, found):
     assert report(DRAWN.format(name=name)) == found
+
+
+AVERAGED = """
+    import torch
+
+    def train(model, ema_model, loader, optimizer):
+        for x, y in loader:
+            loss = torch.nn.functional.cross_entropy(model(x.cuda()), y.cuda())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "lines"),
+    [
+        ("ema_model(model)", [5]),
+        ("ema_model(x)", [5, 9]),
+        ("ema_model(model, x)", [5, 9]),
+        ("ema_model(x, model=model)", [5, 9]),
+    ],
+)
+def test_what_takes_a_network_and_gives_nothing_runs_none(report, after, lines):
+    assert report(AVERAGED.format(after=after)) == [("OOM202", line) for line in lines]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from oomfix.script.facts.definitions import Function
+from oomfix.script.facts.named_like import looks_like_module
 from oomfix.script.facts.trace import Carry, Forward, Loop, Site
 from oomfix.script.facts.values import NO_ORIGINS, PLAIN_TENSOR, UNKNOWN, Given, Graph, Kind, Value, combine
 from oomfix.script.interpreter.contexts import autocast_under
@@ -32,9 +33,9 @@ class Forwards(Networks):
         """Record a forward; `method` is the module's own code for it, where that is in the file.
 
         What is asked for `return_tensors="pt"` is a tokenizer or another converter, whatever its name says; what is
-        told `conf=0.25, imgsz=640` is a detector that turns gradients off by itself.
+        told `conf=0.25, imgsz=640` is a detector that turns gradients off by itself; and `ema_model(model)` averages.
         """
-        if not _OF_OTHERS.isdisjoint(given.keywords):
+        if not _OF_OTHERS.isdisjoint(given.keywords) or (method is None and self._averages(node, given)):
             return UNKNOWN
         content = combine(given.all)
         if method is not None:
@@ -86,6 +87,11 @@ class Forwards(Networks):
             if isinstance(statement, ast.With) and any(_is_autocast(item.context_expr) for item in statement.items):
                 autocast = autocast or "unknown"
         return site._replace(autocast=autocast)
+
+    def _averages(self, node: ast.Call, given: Given) -> bool:
+        """Whether a call takes what is named like a network alone, and nothing of what it gives is used."""
+        alone = len(node.args) == len(given.all) == 1 and looks_like_module(path_of(node.args[0]) or "")
+        return alone and self._is_discarded(node)
 
     def _is_discarded(self, node: ast.Call) -> bool:
         statement = self.statement
