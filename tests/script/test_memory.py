@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 TOP = """
 import torch
 from torch import nn
@@ -53,6 +55,28 @@ def test_batches_accumulated_by_the_manager_are_divided_and_stepped(report):
         "        memory.step(optimizer)\n"
     )
     assert report(code) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "test", "codes"),
+    [
+        ("loss", "(i + 1) % 4 == 0", ["OOM301", "OOM302"]),
+        ("loss / 4", "(i + 1) % 4 == 0", ["OOM302"]),
+        ("loss / 4", "(i + 1) % 4 == 0 or (i + 1) == len(loader)", []),
+    ],
+)
+def test_a_window_that_the_manager_is_not_told_of_is_judged(report, loss, test, codes):
+    code = (
+        f"{TOP}"
+        "for i, (x, y) in enumerate(loader):\n"
+        "    def forward(x, y):\n"
+        "        loss = criterion(model(x), y)\n"
+        f"        return {loss}\n"
+        "    memory.forward_backward(forward, x, y)\n"
+        f"    if {test}:\n"
+        "        memory.step(optimizer)\n"
+    )
+    assert [code for code, _ in report(code)] == codes
 
 
 def test_the_manager_scales_for_its_own_autocast_and_not_for_torchs(report):

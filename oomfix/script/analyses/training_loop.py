@@ -67,8 +67,8 @@ class TrainingLoop:
 
     @property
     def accumulates_by_itself(self) -> bool:
-        """Whether a framework divides the loss and steps the tail; apex does the precision only."""
-        return self.framework not in (None, "apex")
+        """Whether a framework divides the loss and steps the tail; apex and the runtime leave a window as it is."""
+        return self.framework not in (None, "apex", "oomfix")
 
     @property
     def accumulated_backwards(self) -> list[Backward]:
