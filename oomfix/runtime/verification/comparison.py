@@ -196,9 +196,7 @@ class _Comparison:
         depends = left_by(whole.left, [part.left for part in parts], found.shares)
         # with a graph, beside the gradients of all rows, one run more would take more memory than a micro-batch
         asks = bool(depends) or (bool(whole.added) and not self._how.graph)
-        # what parts have added has other numbers, but may have other rows as well
-        left = [whole.left | whole.added, *([whole.left | parts[0].added] if whole.added else [])]
-        if depends is None or (asks and not all(self._repeats(whole.result, one, generators) for one in left)):
+        if depends is None or (asks and not self._repeats(whole, generators)):
             names = [self._name(*key) for key in whole.left or whole.added]
             found.wrote = f"it changes {', '.join(names[:2])}"
         found.left = tuple(attribute for attribute in depends or () if not attribute.has_rows)
@@ -262,14 +260,14 @@ class _Comparison:
         found.drew = found.drew or generators.moved()
         found.drew_besides_torch = found.drew_besides_torch or (found.drew and generators.moved_besides_torch())
 
-    def _repeats(self, whole: Any, left: Left, generators: RandomState) -> bool:
-        """Whether the forward gives the same again on all rows, though it finds this in attributes and containers."""
-        self._attributes.put(left)
+    def _repeats(self, whole: OneRun, generators: RandomState) -> bool:
+        """Whether the forward gives the same again, though it finds what it left in attributes and containers."""
+        self._attributes.put(whole.left | whole.added)
         generators.restore()
         if self._how.replays:
             self._draws.replay(0, len(self._rows))
         try:
-            return rule_choice.equal(self._run(0, len(self._rows), self._how.light).result, whole)
+            return rule_choice.equal(self._run(0, len(self._rows), self._how.light).result, whole.result)
         except Exception as error:  # the forward is the user's, and may fail on its own state in any way
             if is_out_of_memory(error):
                 raise

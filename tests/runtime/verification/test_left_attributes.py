@@ -240,28 +240,6 @@ def test_a_state_that_is_read_in_a_container_keeps_the_batch_whole(kind):
     assert "keeps state of its own" in memory.report().forwards[0].whole_because
 
 
-def test_a_record_whose_mean_is_read_keeps_the_batch_whole():
-    """Of the first run the mean is what it added, which it still is where that is found again."""
-
-    def trained(run):
-        torch.manual_seed(0)
-        net, record = nn.Linear(4, 4).double(), []
-
-        def forward(x, y):
-            loss = F.mse_loss(net(x), y)
-            record.append(loss.item())
-            return loss * (sum(record[-3:]) / len(record[-3:]))
-
-        for _ in range(3):
-            run(forward)
-        return net.weight.grad, torch.tensor(record)
-
-    expected = trained(lambda forward: forward(X, Y).backward())
-    memory = runtime.preset("16gb", micro_batches=3)
-    found = trained(lambda forward: memory.forward_backward(forward, X, Y))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("kind", [dict, set])
 def test_a_container_that_is_only_written_to_leaves_the_batch_split_and_holds_nothing_of_checks(kind):
     net, seen, memory = nn.Linear(4, 4).double(), kind(), runtime.preset("16gb", micro_batches=4)
