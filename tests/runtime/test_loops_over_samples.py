@@ -51,6 +51,26 @@ def test_a_mean_over_images_with_boxes_is_seen_at_the_first_call_that_has_some_w
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("by", ["images", "a mask"])
+def test_a_mean_over_as_many_samples_in_parts_of_other_sizes_is_seen(by):
+    """The parts of eleven samples are four, four and three, of which three have boxes each: a divisor that stays."""
+    net, memory = nn.Linear(4, 3).double(), runtime.preset("16gb", micro_batches=3)
+
+    def forward(outputs, targets):
+        losses = [F.mse_loss(net(x), y) for x, y in zip(outputs, targets, strict=True) if by == "a mask" or len(x)]
+        if by == "images":
+            return sum(losses) / len(losses)
+        has_boxes = torch.tensor([len(x) > 0 for x in outputs])
+        return torch.stack(losses)[has_boxes].mean()
+
+    for number, empty in enumerate([(), (), (1, 6)]):
+        batch = images(11, empty, number)
+        expected = torch.autograd.grad(forward(*batch), net.weight)[0]
+        net.zero_grad()
+        memory.forward_backward(forward, *batch)
+        torch.testing.assert_close(net.weight.grad, expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loop_over_samples_that_all_have_something_is_split(loss):
     net, memory = nn.Linear(4, 3).double(), runtime.preset("16gb", micro_batches=3)

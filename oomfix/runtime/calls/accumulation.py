@@ -8,7 +8,7 @@ ragged batch, ignored targets), all gradients are corrected by one factor before
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar
@@ -70,15 +70,22 @@ class Proportions:
     """What the means of a loss divide by, as long as it is in proportion to what weighs the loss."""
 
     def __init__(self) -> None:
-        self._first: tuple[float, list[float]] | None = None
+        self._first: tuple[float, Sequence[float]] | None = None
 
-    def keep(self, weight: float, divisors: list[float], or_stay: bool = False) -> bool:
-        """Whether these are to `weight` what the first were to theirs; `or_stay`: or the same as the first."""
+    def keep(self, weight: float, divisors: Sequence[float], count: Sequence[bool] = ()) -> bool:
+        """Whether these are to `weight` what the first were to theirs.
+
+        Args:
+            count: False for those that may also be the same as the first, as a constant is.
+        """
         self._first = self._first or (weight, divisors)
         first, of_first = self._first
-        return len(divisors) == len(of_first) and all(
-            math.isclose(amount * first, before * weight) or (or_stay and math.isclose(amount, before))
-            for amount, before in zip(divisors, of_first, strict=True)
+        if len(divisors) != len(of_first):
+            return False
+        count = count or [True] * len(divisors)
+        return all(
+            math.isclose(amount * first, before * weight) or (not counts and math.isclose(amount, before))
+            for amount, before, counts in zip(divisors, of_first, count, strict=True)
         )
 
     def copy(self) -> "Proportions":

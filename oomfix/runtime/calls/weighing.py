@@ -311,7 +311,7 @@ class Shares:
         found = as_many(divisors(loss), len(self._verdict.means))
         if not weight or not found:
             return  # it is left out, or they are hidden in compiled code, or it takes another branch
-        if not self._proportions.keep(weight, numbers([divisor.amount for divisor in found]), or_stay=True):
+        if not self._proportions.keep(weight, numbers([divisor.amount for divisor in found]), self._verdict.means):
             raise self._open("the means in its loss divide by more in one part of it than in another")
 
     def of(self, rows: int, targets: list[Counted]) -> Weight:
