@@ -76,6 +76,7 @@ def test_every_contender_of_the_comparison_gets_a_row(card, monkeypatch):
     mine = [contender for contender in every if not contender.name.startswith(of_others)]
     monkeypatch.setattr(comparison, "contenders", lambda device, half: mine)
     monkeypatch.setattr(comparison, "FULL", {"tiny": TINY})
+    monkeypatch.setattr(comparison, "TRAINED", 1)
     found = cells(comparison.measured_rows("tiny", "cuda", 1))
     for contender in mine:
         peak, step, ratio, _ = found[contender.name]
@@ -83,11 +84,12 @@ def test_every_contender_of_the_comparison_gets_a_row(card, monkeypatch):
 
 
 def test_the_bench_of_the_runtime_gets_its_rows(card, monkeypatch):
-    monkeypatch.setattr(runtime_bench, "STEPS", 1)
+    for name in ("STEPS", "PAIRS"):
+        monkeypatch.setattr(runtime_bench, name, 1)
     workload = replace(runtime_bench.CUDA, width=16, depth=1, length=4, samples=8)
     for contender in runtime_bench.contenders(workload):
         if contender.name in ("oomfix, bf16, micro_batches=2", "oomfix, preset 8gb"):
-            row = runtime_bench.compare(contender, workload, 4)
+            row = runtime_bench.compare(contender, workload, 1)
             assert row.startswith(f"| {contender.name} | ")
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from oomfix.profile import run as runner
 
-# hundreds of forwards before the first step, and an accumulated one; `calls` counts what was run
+# tens of forwards before the first step, and an accumulated one; `calls` counts what was run
 SCRIPT = """
     import torch
     from torch import nn
@@ -37,8 +37,8 @@ SCRIPT = """
 
     @torch.no_grad()
     def evaluate():
-        losses = torch.zeros(50)
-        for i in range(50):
+        losses = torch.zeros(40)
+        for i in range(40):
             x, y = batch()
             with torch.autocast("cuda", dtype=torch.float16):
                 logits, loss = model(x, y)
@@ -47,18 +47,18 @@ SCRIPT = """
 
     evaluate()
     for step in range(2):
-        for micro in range(25):
+        for micro in range(12):
             x, y = batch()
             with torch.autocast("cuda", dtype=torch.float16):
                 logits, loss = model(x, y)
-            (loss / 25).backward()
+            (loss / 12).backward()
             {trained}
         optimizer.step()
         optimizer.zero_grad()
     print(len(calls))
 """
 PLAIN = {"inside": "", "before": "", "of_batch": "", "evaluated": "", "trained": ""}
-ALL = 50 + 2 * 25
+ALL = 40 + 2 * 12
 
 
 @pytest.fixture

@@ -40,8 +40,7 @@ RUNS: dict[str, list[str]] = {
         "--gpu", "v100", "--steps", "6", str(ROOT / "fixtures/retinopathy/train.py"),
         "--train_images", "4", "--val_images", "3",
     ],
-    "camouflage": ["--gpu", "t4", "--budget", "14.74", str(ROOT / "fixtures/camouflage/train.py")],
-    "camouflage_2": [
+    "camouflage": [
         "--gpu", "t4", "--budget", "14.74", "--stage", "2", str(ROOT / "fixtures/camouflage/train.py"),
         "--stage1-epochs", "1",
     ],
@@ -251,11 +250,11 @@ def test_retinopathy_fits_and_leaks_until_it_does_not(runs):
 
 def test_camouflage_survives_stage_1_and_dies_in_the_first_iteration_of_stage_2(runs):
     """14.74 GiB; only part of what torch had reserved there was in use, and the rest too scattered to serve."""
-    first, second = runs("camouflage").found, runs("camouflage_2").found
-    assert first["out_of_memory"] is None and first["stopped"] and len(first["steps"]) == 2
-    assert second["out_of_memory"] and not second["steps"]
+    run = runs("camouflage")
+    assert "stage 2: encoder and decoder" in run.stderr
+    assert run.found["out_of_memory"] and not run.found["steps"]
     # the state of the first stage's optimizer is still there, for a decoder of 8.4 M parameters
-    assert second["breakdown"]["optimizer state"] == pytest.approx(2 * 4 * 8_418_848, rel=0.01)
+    assert run.found["breakdown"]["optimizer state"] == pytest.approx(2 * 4 * 8_418_848, rel=0.01)
 
 
 def test_a_budget_raises_out_of_memory_at_its_limit(runs):

@@ -19,7 +19,7 @@ from oomfix.runtime.compat import OutOfMemoryError
 from oomfix.runtime.verification.ways import Graphs, Ways, edges
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-CALLS = 24
+CALLS = 16
 
 
 def trained(
