@@ -266,7 +266,7 @@ def test_the_card_holds_less(monkeypatch):
             with runtime.offload_activations(min_bytes=1024):
                 return model(x).square().mean()
 
-        found = estimate(lambda: Encoder(64, 6), lambda: torch.randn(16, 64, 64), loss)
+        found = estimate(lambda: Encoder(64, 3), lambda: torch.randn(16, 64, 64), loss)
         return found.breakdown["activations"]
 
     assert estimated(True) < 0.35 * estimated(False)
