@@ -77,7 +77,7 @@ def test_a_factor_that_jumps_or_bends_with_a_count_leaves_the_batch_whole(factor
         return factor(mask.sum()) * ((each * mask).sum() / mask.sum().clamp(min=1)) + model(x).square().mean()
 
     for loss in (beside, of_its_own):
-        assert split_calls(loss, data(6, least)) == 0
+        assert split_calls(loss, data(4, least)) == 0
 
 
 @pytest.mark.parametrize("divisor", ROUNDED)
@@ -89,8 +89,8 @@ def test_a_count_that_is_rounded_is_no_count(divisor):
         return alone(model, x, y, mask) + model(x)[y > 1].square().mean()
 
     for loss in (alone, beside):
-        assert split_calls(loss, data(6)) == 0
-        assert split_calls(loss, data(6, least=2)) == 0
+        assert split_calls(loss, data(4)) == 0
+        assert split_calls(loss, data(4, least=2)) == 0
 
 
 TRUTHS = [
