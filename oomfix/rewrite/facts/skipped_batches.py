@@ -7,23 +7,20 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TypeGuard
 
-from oomfix.rewrite.dataflow.calls import called_name
 from oomfix.rewrite.dataflow.leaving import leaves
 from oomfix.rewrite.dataflow.liveness import FunctionNode, nodes_of_scope
 from oomfix.rewrite.dataflow.on_gradients import is_zero_grad
 from oomfix.rewrite.dataflow.shared_parameters import SharedParameters
+from oomfix.rewrite.facts.diverged import asks_if_diverged
 from oomfix.rewrite.facts.lift import CannotLift, Lift
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import walk
 
-_READING = frozenset({"item", "detach", "cpu", "abs"})
-"""What is asked of a loss for its number."""
-
 
 def skips_if_diverged(statement: ast.stmt) -> TypeGuard[ast.If]:
     """`if torch.isnan(loss) or loss > 1e4: print("skipped"); continue`."""
-    if not isinstance(statement, ast.If) or statement.orelse or not _asks_if_diverged(statement.test):
+    if not isinstance(statement, ast.If) or statement.orelse or not asks_if_diverged(statement.test):
         return False
     *others, last = statement.body
     return isinstance(last, ast.Continue | ast.Break | ast.Return) and not any(map(leaves, others))
@@ -32,40 +29,6 @@ def skips_if_diverged(statement: ast.stmt) -> TypeGuard[ast.If]:
 def body_of_skip(skip: ast.If) -> list[ast.stmt]:
     """What a skip does before it leaves, but for resets of gradients."""
     return [other for other in skip.body[:-1] if not is_zero_grad(other)]
-
-
-def asks_if_not_finite(test: ast.expr) -> bool:
-    """`torch.isnan(loss) or torch.isinf(loss)`, `not torch.isfinite(losses).all()`: true where one number is not."""
-    if isinstance(test, ast.BoolOp):
-        return isinstance(test.op, ast.Or) and all(map(asks_if_not_finite, test.values))
-    asked, over_all = {"isnan", "isinf"}, "any"
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, asked, over_all = test.operand, {"isfinite"}, "all"
-    while isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and last_name(test) in (over_all, "item"):
-        test = test.func.value
-    return called_name(test) in asked
-
-
-def _asks_if_diverged(test: ast.expr) -> bool:
-    """Whether a test is true of numbers that are not finite, or too large; other losses may have no graph: `== 0`."""
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):
-        return all(map(_asks_if_diverged, test.values))
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
-        return asks_if_not_finite(test)
-    number, limit = _without_reading(test.left), test.comparators[0]
-    if isinstance(test.ops[0], ast.NotEq):  # of all numbers, only nan differs from itself
-        return number is not None and number == _without_reading(limit)
-    is_number = isinstance(limit, ast.Constant) and isinstance(limit.value, int | float) and limit.value > 0
-    return isinstance(test.ops[0], ast.Gt | ast.GtE) and is_number and number is not None
-
-
-def _without_reading(node: ast.expr) -> str | None:
-    """The name of `loss`, `loss.item()`, `float(loss)`."""
-    if isinstance(node, ast.Call) and called_name(node) == "float" and len(node.args) == 1:
-        node = node.args[0]
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and last_name(node) in _READING:
-        node = node.func.value
-    return node.id if isinstance(node, ast.Name) else None
 
 
 class SkippedBatches:

@@ -23,11 +23,11 @@ from oomfix.rewrite.dataflow.liveness import (
 from oomfix.rewrite.dataflow.on_gradients import is_zero_grad, keeps_gradients
 from oomfix.rewrite.dataflow.outside_of_functions import OutsideOfFunctions
 from oomfix.rewrite.dataflow.shared_tensors import taken_out, with_views
+from oomfix.rewrite.facts.diverged import asks_if_not_finite
 from oomfix.rewrite.facts.helpers import Helpers
 from oomfix.rewrite.facts.lift import CannotLift, Lift, OutsideOfBlock, Site
 from oomfix.rewrite.facts.network_use import PREPARATION, NetworkUse
 from oomfix.rewrite.facts.scale import reads_gradients
-from oomfix.rewrite.facts.skipped_batches import asks_if_not_finite
 from oomfix.rewrite.slicing.asked_graphs import with_asserts
 from oomfix.rewrite.slicing.batch_names import BatchNames
 from oomfix.rewrite.slicing.between import Between, is_start

@@ -30,6 +30,12 @@ NOT_FINITE = [
     "math.isnan(loss.item())",
     "torch.isnan(loss) or torch.isinf(loss)",
     "not loss.isfinite()",
+    "torch.any(torch.isnan(loss))",
+    "not torch.all(torch.isfinite(loss))",
+    "bool(torch.isnan(loss)) or abs(loss.item()) == float('inf')",
+    "torch.isnan(loss).any() == True",
+    "torch.isnan(loss).sum() > 0",
+    "loss == -math.inf or torch.isnan(loss)",
 ]
 
 
@@ -103,7 +109,18 @@ def test_gradients_that_nothing_resets_would_stay():
     assert apply(reset_last)[1] == [("in-place", STAYS.replace("11", "10"))]
 
 
-FINITE = ["torch.isfinite(loss)", "not torch.isnan(loss)", "torch.isnan(loss).all()", "not loss.isfinite().any()"]
+FINITE = [
+    "torch.isfinite(loss)",
+    "not torch.isnan(loss)",
+    "torch.isnan(loss).all()",
+    "not loss.isfinite().any()",
+    "not torch.any(torch.isfinite(loss))",
+    "torch.all(torch.isnan(loss))",
+    "torch.isfinite(loss).sum() > 0",
+    "torch.isnan(loss).any() == False",
+    "loss == float('0')",
+    "loss != float('inf')",
+]
 
 
 SMALL = ["loss > 0", "loss < 5", "loss > limit", "5 > loss", "loss != 0", "loss > 5 and skip", "0 < loss > 5"]
