@@ -20,9 +20,9 @@ def asks_if_not_finite(test: ast.expr) -> bool:
         return isinstance(test.op, ast.Or) and all(map(asks_if_not_finite, test.values))
     if _is_compared_with_no_number(test):
         return True
-    asked, over_all = {"isnan", "isinf"}, ("any", "sum")
+    asked, over_all = {"isnan", "isinf"}, {"any", "sum"}
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        test, asked, over_all = test.operand, {"isfinite"}, ("all",)
+        test, asked, over_all = test.operand, {"isfinite"}, {"all"}
     return called_name(_without_reducing(test, over_all)) in asked
 
 
@@ -41,7 +41,7 @@ def asks_if_diverged(test: ast.expr) -> bool:
     return isinstance(test.ops[0], ast.Gt | ast.GtE) and is_number and number is not None
 
 
-def _without_reducing(test: ast.expr, over_all: tuple[str, ...]) -> ast.expr:
+def _without_reducing(test: ast.expr, over_all: set[str]) -> ast.expr:
     """What is asked of each number: `found` of `bool(found)`, `torch.any(found) == True`, `found.sum() > 0`."""
     while True:
         match test:
@@ -49,9 +49,9 @@ def _without_reducing(test: ast.expr, over_all: tuple[str, ...]) -> ast.expr:
                 test = left
             case ast.Compare(left=left, ops=[ast.Gt()], comparators=[ast.Constant(value=0)]):
                 test = left
-            case ast.Call(func=ast.Attribute(value=value)) if not test.args and last_name(test) in (*over_all, "item"):
+            case ast.Call(func=ast.Attribute(value=value)) if not test.args and last_name(test) in over_all | {"item"}:
                 test = value
-            case ast.Call(args=[asked]) if last_name(test) in (*over_all, "bool"):
+            case ast.Call(args=[asked]) if last_name(test) in over_all | {"bool"}:
                 test = asked
             case _:
                 return test

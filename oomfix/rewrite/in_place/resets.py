@@ -142,7 +142,7 @@ class Resets:
 
     @cached_property
     def _one_optimizer(self) -> bool:
-        return _makes_one_optimizer(self._script, self._blocks)
+        return makes_one_optimizer(self._script, self._blocks)
 
     @cached_property
     def _gradients_are_read(self) -> bool:
@@ -199,7 +199,7 @@ class Resets:
         return step.lineno > backward.lineno and loop is not None and loop in list(self._blocks.ancestors(step))
 
 
-def _makes_one_optimizer(script: Script, blocks: Blocks) -> bool:
+def makes_one_optimizer(script: Script, blocks: Blocks) -> bool:
     """Whether a file makes an optimizer, and no second one for what the first one trains or leaves alone."""
     made = [
         node

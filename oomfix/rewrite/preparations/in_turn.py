@@ -16,6 +16,7 @@ from oomfix.rewrite.preparations.losses_in_turn import compute_in_turn, part_bac
 from oomfix.rewrite.preparations.numbers_of_rounds import name_numbers
 from oomfix.rewrite.preparations.parted_autocast import part_autocast
 from oomfix.rewrite.preparations.read_before import name_what_is_read
+from oomfix.rewrite.preparations.resets_in_skips import reset_in_skips
 from oomfix.script.syntax.edits import Edit
 
 _PREPARATIONS = (
@@ -26,6 +27,7 @@ _PREPARATIONS = (
     name_numbers,
     log_behind,
     name_what_is_read,
+    reset_in_skips,
     part_autocast,
     part_backwards,
     compute_in_turn,

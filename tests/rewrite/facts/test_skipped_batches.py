@@ -102,11 +102,59 @@ def test_a_guard_may_end_the_loop(leave):
 STAYS = "`continue` in line 11 stands between forward and backward"
 
 
-def test_gradients_that_nothing_resets_would_stay():
-    reset_last = LOOP.replace("    optimizer.zero_grad()\n    ", "").replace(
-        ".step()", ".step()\n        optimizer.zero_grad()"
-    )
-    assert apply(reset_last)[1] == [("in-place", STAYS.replace("11", "10"))]
+RESET_LAST = LOOP.replace("    optimizer.zero_grad()\n    ", "").replace(
+    ".step()", ".step()\n        optimizer.zero_grad()"
+)
+
+
+@pytest.mark.parametrize("leave", ["continue", "break", "return"])
+def test_a_skip_resets_gradients_that_every_step_resets_behind_it(leave):
+    epoch = "def epoch():\n" + textwrap.indent(textwrap.dedent(RESET_LAST.replace("continue", leave)), "    ")
+    text = assert_trains_the_same(with_bad_batch(f"{epoch}\nepoch()\nepoch()\n"))
+    assert f'print("skipped")\n            optimizer.zero_grad()\n            {leave}\n' in text
+    assert text.count("zero_grad") == 1
+
+
+@pytest.mark.parametrize("skip", ["if torch.isnan(loss): continue", "if torch.isnan(loss): print(1); continue"])
+def test_a_skip_on_one_line_stays_there(skip):
+    start, end = RESET_LAST.index("if torch"), RESET_LAST.index("loss.backward")
+    text = assert_trains_the_same(with_bad_batch(f"{RESET_LAST[:start]}{skip}\n        {RESET_LAST[end:]}"))
+    assert skip.replace("continue", "optimizer.zero_grad(); continue") in text
+
+
+SECOND = "other = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+FIRST = """\
+{0} = torch.optim.SGD([model.bias], lr=0.1)
+for x, y in loader:
+    F.cross_entropy(model(x), y).backward()
+    {0}.step()
+    {0}.zero_grad()
+"""
+GATHERED = {
+    "a window": RESET_LAST.replace("optimizer.step()", "if x.sum() > 0:\n            optimizer.step()"),
+    "a loop ahead": "for x, y in loader:\n    model(x).sum().backward()\n" + textwrap.dedent(RESET_LAST),
+    "a caller elsewhere": "def epoch(model, loader, optimizer):\n"
+    + textwrap.indent(textwrap.dedent(RESET_LAST), "    "),
+    "an attack elsewhere": "from attacks import attack\n"
+    + textwrap.dedent(RESET_LAST.replace("loss = F", "x = attack(model, x)\n        loss = F")),
+    "an exception": "for x, y in loader:\n    try:\n"
+    + textwrap.indent(textwrap.dedent(RESET_LAST).split("\n", 1)[1], "    ")
+    + "    except ValueError:\n        print(1)\n",
+    "another stage": FIRST.format("first") + textwrap.dedent(RESET_LAST),
+    "another stage of the same name": FIRST.format("optimizer")
+    + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    + textwrap.dedent(RESET_LAST),
+    "another step": SECOND + textwrap.dedent(RESET_LAST.replace("r.step()", "r.step()\n        other.step()")),
+    "another way out": RESET_LAST.replace(
+        "loss.backward()", "loss.backward()\n        if x.sum() > 0:\n            continue"
+    ),
+}
+
+
+@pytest.mark.parametrize("gathered", GATHERED.values(), ids=GATHERED)
+def test_a_skip_keeps_gradients_that_something_else_has_left(gathered):
+    form, reason = apply(gathered)[1][-1]
+    assert form == "in-place" and reason.startswith("`continue` in line")
 
 
 FINITE = [
