@@ -40,7 +40,7 @@ class Applied(NamedTuple):
         text: the new text, newlines as in the file.
         loops: by line.
         fixed: what was fixed.
-        unfixed: what neither a local fix nor the runtime could mend.
+        unfixed: what neither a local fix nor the runtime could mend, and what a rewritten file still trains wrongly.
     """
 
     text: str
@@ -71,12 +71,24 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     gone = [one for one in _without(wanted, with_loops) if one.code not in _NOT_COUNTED_HERE]
     gone += [one for one in _without(with_loops, left) if one.fix == "local"]
     fixed = (Fixed(one.code, one.line, MENDED.get(one.code, one.message)) for one in gone)
-    unfixed = tuple(Unfixed(one.line, one.code, one.message) for one in left if one.fix != "runtime")
+    unfixed = tuple(
+        Unfixed(one.line, one.code, one.message + _why_it_stays(one, loops))
+        for one in left
+        if one.fix != "runtime" or (options.runtime and one.code in MENDED)
+    )
     text = changed.text
     if any(loop.rewrite != "none" for loop in loops):
         text = apply_edits(text, evaluation_call_edits(Reading(last.script)))
     text = apply_edits(text, long_line_edits(Layout(source), text))
     return Applied(text, loops, (*ended, *fixed), unfixed)
+
+
+def _why_it_stays(finding: Finding, loops: Sequence[LoopOutcome]) -> str:
+    """What is said of the window that a finding is about, where that stays as it is."""
+    if finding.code not in ("OOM301", "OOM302"):
+        return ""
+    around = (loop for loop in loops if loop.line <= finding.line <= loop.end_line)
+    return next((f"; {loop.why_window_stays}" for loop in around if loop.why_window_stays is not None), "")
 
 
 def _without(found: Sequence[Finding], others: Sequence[Finding]) -> list[Finding]:

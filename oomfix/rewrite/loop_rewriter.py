@@ -10,7 +10,7 @@ from oomfix import presets
 from oomfix.rewrite.dataflow.step_functions import StepFunction
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.scale import reads_gradients
-from oomfix.rewrite.facts.verdict import Attempt, Scaling, Verdict
+from oomfix.rewrite.facts.verdict import WINDOW_STAYS, Attempt, Scaling, Verdict
 from oomfix.rewrite.facts.window_shape import CannotFold
 from oomfix.rewrite.in_place.inplace import InPlace
 from oomfix.rewrite.in_place.windows import WindowFolder
@@ -37,7 +37,6 @@ from oomfix.script.syntax.patterns import Pattern
 _MOST_PREPARATIONS = 8
 _WORD, _LINE = Pattern(r"\w+"), Pattern(r"\bline (\d+)")
 
-WINDOW_STAYS = "its accumulation window stays"
 _PRECISION: dict[Scaling, Overrides] = {
     "ours": {},
     "none": {"precision": "no-fp16"},

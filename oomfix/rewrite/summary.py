@@ -116,7 +116,7 @@ def as_json(outcomes: Sequence[FileOutcome], proof: Proof | None = None, trial: 
 
 
 def loops_as_json(outcomes: Sequence[FileOutcome]) -> list[dict[str, Any]]:
-    """Every training loop: where it is, its form after the rewrite, and why not more."""
+    """Every training loop: where it is, its form after the rewrite, and why not more, or why its window stays."""
     return [
         {
             "path": outcome.path,
@@ -124,7 +124,7 @@ def loops_as_json(outcomes: Sequence[FileOutcome]) -> list[dict[str, Any]]:
             "line": loop.line,
             "end_line": loop.end_line,
             "rewrite": loop.rewrite,
-            "reason": loop.reason,
+            "reason": "; ".join(filter(None, (loop.reason, loop.why_window_stays))) or None,
         }
         for outcome in outcomes
         for loop in outcome.loops
@@ -153,6 +153,8 @@ def _lines(outcome: FileOutcome) -> Iterator[str]:
         # one manager serves the file: what holds for all of its loops is said once
         for note in (note for note in loop.notes if note not in said_before):
             said_before.add(note)
+            if any(left.message.endswith(note) for left in outcome.unfixed):
+                continue
             yield f"{path}:{cell}{loop.line}  {note}"
     for code in sorted({fix.code for fix in outcome.fixed}):
         yield _fixed(path, code, sorted({(fix.cell, fix.line) for fix in outcome.fixed if fix.code == code}))

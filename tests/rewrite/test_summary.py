@@ -1,5 +1,6 @@
 """What `oomfix apply` says of its work: a line for each loop, and the totals."""
 
+import json
 import subprocess
 
 from oomfix.presets import PRESETS
@@ -8,7 +9,7 @@ from oomfix.rewrite.facts.verdict import LoopOutcome
 from oomfix.rewrite.files import Change, FileOutcome
 from oomfix.rewrite.loop_attempts import Fixed
 from oomfix.rewrite.proving.proof import Proof
-from oomfix.rewrite.summary import as_text, diffs
+from oomfix.rewrite.summary import as_json, as_text, diffs
 
 LOOPS = (
     LoopOutcome(12, 20, "micro-batched", None, notes=("the loss is divided by 4 now",)),
@@ -41,6 +42,25 @@ def test_each_loop_says_its_form_and_why_not_more_and_what_changes():
         "1 file rewritten: 3 training loops (1 micro-batched, 1 in place, 1 left alone), 3 findings fixed",
         "OOMFIX_PRESET=off in the environment trains as before, in whole batches",
     ]
+
+
+def test_why_a_window_stays_is_said_where_its_finding_is():
+    why = "its accumulation window stays: `i % k == 0` is not seen"
+    left = Unfixed(17, "OOM302", f"the tail is lost; {why}")
+    outcome = REWRITTEN._replace(loops=(LOOPS[0]._replace(notes=(why,)),), unfixed=(left,))
+    lines = as_text([outcome], written=True).splitlines()
+    assert f"train.py:17  OOM302 not fixed: the tail is lost; {why}" in lines
+    assert sum(why in line for line in lines) == 1
+    found_elsewhere = as_text([outcome._replace(unfixed=())], written=True).splitlines()
+    assert f"train.py:12  {why}" in found_elsewhere
+
+
+def test_json_says_why_a_window_stays_as_a_reason():
+    why = "its accumulation window stays: `i % k == 0` is not seen"
+    loops = tuple(loop._replace(notes=(*loop.notes, why)) for loop in LOOPS[:2])
+    found = json.loads(as_json([REWRITTEN._replace(loops=loops)]))["loops"]
+    assert [loop["reason"] for loop in found] == [why, f"{LOOPS[1].reason}; {why}"]
+    assert json.loads(as_json([REWRITTEN]))["loops"][0]["reason"] is None
 
 
 def test_what_would_be_done_is_not_said_as_if_it_were_done():

@@ -15,6 +15,8 @@ Form = Literal["micro-batched", "in-place", "none"]
 Scaling = Literal["ours", "none", "script's"]
 """Who scales losses in a file: the manager, nobody (no fp16), or the script itself, precision and all."""
 
+WINDOW_STAYS = "its accumulation window stays"
+
 
 class Lifted(NamedTuple):
     """What an attempt to lift the slices of a loop makes of it.
@@ -146,3 +148,8 @@ class LoopOutcome(NamedTuple):
     cell: int | None = None
     notes: tuple[str, ...] = ()
     function: str | None = None
+
+    @property
+    def why_window_stays(self) -> str | None:
+        """What is said of an accumulation window that is not told to the runtime, though something is wrong with it."""
+        return next((note for note in self.notes if note.startswith(WINDOW_STAYS)), None)

@@ -246,6 +246,36 @@ def test_a_window_that_cannot_be_followed_stays_and_says_why(body, reason):
     assert notes[0].startswith("its accumulation window stays: ") and reason in notes[0], notes
 
 
+def mends_of_windows(found) -> list[str]:
+    return sorted(finding.code for finding in found if finding.code in ("OOM301", "OOM302"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        window("(loss / k).backward()", test="i % k == 0"),
+        window("loss.backward()", test="i % k == 0"),
+        "for _ in range(2):\n" + textwrap.indent(window("loss.backward()", test="i % k == 0"), "    "),
+    ],
+)
+def test_what_the_next_audit_finds_in_a_window_that_stays_is_told_with_the_reason(body):
+    result = rewritten(TOP + body)
+    audited = findings_of(Source.from_bytes("train.py", result.text.encode()), all_rules())
+    assert mends_of_windows(result.unfixed) == mends_of_windows(audited) != []
+    assert all(left.message.endswith(f"; {result.loops[0].notes[0]}") for left in result.unfixed)
+
+
+def test_a_folded_window_has_nothing_left_to_be_fixed():
+    result = rewritten(TOP + window("loss.backward()"))
+    assert mends_of_windows(result.fixed) == ["OOM301", "OOM302"]
+    assert result.unfixed == ()
+
+
+def test_a_window_that_was_not_looked_at_is_not_said_to_stay():
+    source = Source.from_bytes("train.py", (TOP + window("loss.backward()")).encode())
+    assert apply_to(source, all_rules(), Options("16gb", runtime=False)).unfixed == ()
+
+
 def test_a_window_that_is_not_to_be_mended_stays():
     source = Source.from_bytes("train.py", (TOP + window("(loss / k).backward()")).encode())
     after = apply_to(source, all_rules(), Options("16gb", ignore=("OOM302",)))
