@@ -33,6 +33,7 @@ from oomfix.rewrite.slicing.batch_names import BatchNames
 from oomfix.rewrite.slicing.between import Between, is_start
 from oomfix.rewrite.slicing.constant_tests import ConstantTests
 from oomfix.rewrite.slicing.empty_starts import with_empty_starts
+from oomfix.rewrite.slicing.filled_lists import check_nothing_is_filled
 from oomfix.rewrite.slicing.hidden_states import states_made_before
 from oomfix.rewrite.slicing.kept_by_number import filled_from_inside, taken_by_number
 from oomfix.rewrite.slicing.marked_targets import marked
@@ -149,6 +150,7 @@ class Slicer:
         signature.find_outputs(lift)
         signature.find_inputs(lift)
         signature.check_deletes(lift)
+        check_nothing_is_filled(lift, liveness)
         signature.copy_sizes(lift, chosen[0] if chosen else end)
         lift.one_sample = why_in_turn(lift, liveness, self._runs_forward) or why_by_number(lift, self._runs_forward)
         return lift
