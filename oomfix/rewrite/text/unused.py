@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 from collections.abc import Iterator
 
 from oomfix.rewrite.dataflow.liveness import FunctionNode, Scope, nodes_of_scope_body
@@ -12,9 +14,11 @@ from oomfix.script.syntax.edits import Edit, bounds
 from oomfix.script.syntax.imports import Imports
 from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import blocks, walk
+from oomfix.script.syntax.patterns import Pattern
 
 _AMP_MODULES = ("torch.cuda.amp", "torch.amp", "torch.cuda.amp.grad_scaler", "torch.amp.grad_scaler")
-_AMP_PARENTS = ("torch", "torch.cuda")
+_OF_AMP = {"torch": ("amp", "autocast", "GradScaler"), "torch.cuda": ("amp",)}
+_ABOUT_SCALERS = Pattern(r"scaler|mixed.?precision|\bamp\b|\bfp16\b", re.IGNORECASE)
 
 
 def unused_amp_imports(before: Imports, after: Imports, layout: Layout) -> list[Edit]:
@@ -62,7 +66,7 @@ def _is_amp(statement: ast.Import | ast.ImportFrom, alias: ast.alias) -> bool:
     """Whether an import of one name brings mixed precision."""
     if isinstance(statement, ast.Import):
         return alias.name in _AMP_MODULES
-    return statement.module in _AMP_MODULES or (statement.module in _AMP_PARENTS and alias.name == "amp")
+    return statement.module in _AMP_MODULES or alias.name in _OF_AMP.get(statement.module or "", ())
 
 
 def _gone_by_path(before: Imports, after: Imports) -> set[str]:
@@ -77,13 +81,13 @@ def _gone_by_path(before: Imports, after: Imports) -> set[str]:
 def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit]:
     """Take out variables that hold the manager's scaler and that nothing reads any more.
 
-    One with a comment stays: it says something of the script's author, unless it is about where torch has scalers. One
-    of a module stays where another file may read it: nobody imports what trains at once.
+    One with a comment on something else stays: it says something of the script's author. One of a module stays where
+    another file may read it: nobody imports what trains at once.
     """
-    edits: list[Edit] = []
     held = f"{manager}.scaler"
     if f"= {held}" not in layout.source.text:
         return []
+    edits: list[Edit] = []
     scopes: list[Scope] = [node for node in walk(after) if isinstance(node, FunctionNode)]
     calls = (node for node in nodes_of_scope_body(after) if isinstance(node, ast.Call))
     if any(path_of(call.func) == f"{manager}.step" for call in calls):
@@ -92,29 +96,65 @@ def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit
         nodes = list(walk(scope))
         read = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)}
         outside = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-        blocks = [scope.body, *(node.body for node in scope.body if isinstance(node, ast.If))]
+        within: set[ast.AST] = set()
         # a block may not do without its only statement
-        for statement in (statement for block in blocks if len(block) > 1 for statement in block):
-            name = _scaler_in(statement, held)
-            if name is None or name in read | outside or "locals" in read:
+        for statement in (one for block in _blocks_of(scope) if len(block) > 1 for one in block):
+            name = _scaler_in(statement, held) if held in layout.source.segment(statement) else None
+            if name is None or name in read | outside or "locals" in read or statement in within:
                 continue
-            first, last = statement.lineno, _last_blank_line(statement, scope, layout)
-            own, above = layout.source.lines[first - 1], layout.source.lines[first - 2]
-            if own.strip() in ("try:", f"{name} = {held}") and not above.lstrip().startswith("#"):
-                edits.append(Edit(*layout.whole(layout.with_gap(Lines(first, last))), ""))
+            if (lines := _with_comment(statement, layout)) is not None:
+                within |= set(walk(statement))
+                last = _last_blank_line(statement, scope, layout)
+                edits.append(Edit(*layout.whole(layout.with_gap(lines._replace(last=last))), ""))
     return edits
 
 
-def _scaler_in(statement: ast.stmt, held: str) -> str | None:
-    """`scaler` of `scaler = memory.scaler`, also tried in one place of torch and then in another; None for others."""
+def _blocks_of(scope: Scope) -> Iterator[list[ast.stmt]]:
+    """The blocks of a scope, those around others first, without functions inside of it and what is tried."""
+    apart = (FunctionNode, ast.Try, ast.ExceptHandler)
+    yield scope.body
+    yield from blocks(node for node in nodes_of_scope_body(scope) if not isinstance(node, apart))
+
+
+def _scaler_in(statement: ast.stmt, held: str, *, inside: bool = False) -> str | None:
+    """`scaler` of `scaler = memory.scaler`, under a test or tried in two places of torch; None for others.
+
+    Args:
+        statement: the statement.
+        held: what it may hold.
+        inside: whether it is part of another one, so that it may hold nothing as well.
+    """
     match statement:
-        case ast.Assign([ast.Name(name)], value) if path_of(value) == held:
-            return name
-        case ast.Try(finalbody=[]):
-            blocks = [statement.body, *(handler.body for handler in statement.handlers), statement.orelse]
-            names = {_scaler_in(inner, held) for block in blocks for inner in block}
+        case ast.Assign([ast.Name(name)], ast.IfExp(test, value, ast.Constant(None))):
+            return name if path_of(value) == held and _only_looks(test) else None
+        case ast.Assign([ast.Name(name)], value):
+            nothing = inside and isinstance(value, ast.Constant) and value.value is None
+            return name if nothing or path_of(value) == held else None
+        case ast.Try(finalbody=[]) | ast.If():
+            if isinstance(statement, ast.If) and not _only_looks(statement.test):
+                return None
+            handlers = (handler.body for handler in getattr(statement, "handlers", ()))
+            sides = [statement.body, *handlers, statement.orelse]
+            names = {_scaler_in(inner, held, inside=True) for side in sides for inner in side}
             return names.pop() if len(names) == 1 else None
     return None
+
+
+def _only_looks(test: ast.expr) -> bool:
+    return not any(isinstance(node, ast.Call | ast.NamedExpr | ast.Await) for node in walk(test))
+
+
+def _with_comment(statement: ast.stmt, layout: Layout) -> Lines | None:
+    """The lines of a statement with its comment, if that speaks of mixed precision alone; None where it does not."""
+    own, lines = layout.own_lines(statement), layout.source.lines
+    if own is None:
+        return None
+    beside = lines[own.first - 1].partition("#")[2]
+    ahead = (line.strip() for line in reversed(lines[: own.first - 1]))
+    above = list(itertools.takewhile(lambda line: line.startswith("#"), ahead))
+    if len(above) > 1 or not all(map(_ABOUT_SCALERS.search, filter(None, [beside, *above]))):
+        return None
+    return own._replace(first=own.first - len(above))
 
 
 def _last_blank_line(statement: ast.stmt, scope: Scope, layout: Layout) -> int:

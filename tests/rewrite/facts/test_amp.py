@@ -108,6 +108,51 @@ def test_a_local_scaler_that_nothing_reads_any_more_is_taken_out():
     assert "    scaler = memory.scaler\n" in in_a_function(end="return locals()")
 
 
+SCALER = "    scaler = GradScaler(enabled=args.amp)"
+UNDER_A_TEST = f"""\
+    if args.amp:
+    {SCALER}
+    else:
+        scaler = None
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        f"    # mixed precision\n{SCALER}\n",
+        f"{SCALER}  # loss scaler\n",
+        f"{SCALER} if args.amp else None\n",
+        UNDER_A_TEST,
+        UNDER_A_TEST[: UNDER_A_TEST.index("    else")],
+        f"    # AMP scaler\n{UNDER_A_TEST}",
+    ],
+)
+def test_an_unread_scaler_goes_with_what_is_about_it_alone(made):
+    assert "def train(args):\n    print(args)\n    for x, y in loader:\n" in in_a_function(made=made)
+    assert "memory.scaler" in in_a_function(made=made, end="return scaler")
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        f"    # model and data\n{SCALER}\n",
+        f"    # we need more\n    # than a scaler\n{SCALER}\n",
+        f"{SCALER}  # see the paper\n",
+        f"{SCALER} if check(args) else None\n",
+        UNDER_A_TEST.replace("args.amp:", "check(args):"),
+        UNDER_A_TEST.replace("None", "None\n        args.lr = 1"),
+    ],
+)
+def test_an_unread_scaler_stays_with_what_is_about_more(made):
+    assert "memory.scaler" in in_a_function(made=made)
+
+
+def test_names_of_amp_that_torch_itself_has_go_too():
+    text, _ = apply(AMP.replace("from torch.cuda.amp import", "from torch import nn, autocast, GradScaler\n#"))
+    assert "from torch import nn\n" in text
+
+
 def test_a_scaler_that_is_tried_in_two_places_of_torch_is_taken_out_with_the_trial():
     assert "def train(args):\n    print(args)\n    for x, y in loader:\n" in in_a_function(made=TRIED)
     assert "except AttributeError:" in in_a_function(made=TRIED, end="return scaler")
