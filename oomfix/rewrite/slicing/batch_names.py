@@ -18,6 +18,7 @@ from oomfix.rewrite.dataflow.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.rewrite.facts.lift import Lift, Site
+from oomfix.rewrite.slicing.plain_numbers import COUNTING, is_scalar, stands_for_number
 from oomfix.script.facts.named_like import looks_like_loss, looks_like_module
 from oomfix.script.syntax.names import last_name
 from oomfix.script.syntax.nodes import arguments_of, walk
@@ -30,7 +31,8 @@ _COUNTER = Pattern(
 _NOT_DATA = Pattern(
     r"(^|_)(model|net|network|encoder|decoder|criterion|criteria|loss_fn|loss_func|loss_function|loss_fct|optim\w*|"
     r"sched\w*|scaler|args|cfg|config|conf|opt|opts|hparams|params|device|logger|writer|epoch|epochs|loader|dataloader|"
-    r"self|lr|gpu|tokenizer|vocab)$",
+    r"self|lr|gpu|tokenizer|vocab|batch_size|gamma|discount_factor|teacher_forcing(_ratio)?|temperature)$|"
+    r"^(criterion|tokenizer)_",
     re.IGNORECASE,
 )
 _FLAG = Pattern(r"^(train|training|is_\w+|use_\w+|phase|mode|verbose|debug)$")
@@ -38,11 +40,9 @@ _METHODS_OF_OBJECTS = frozenset("parameters train eval zero_grad state_dict load
 MADE_BY_SIZE = frozenset("randn rand zeros ones empty".split())
 """Functions that are given the sizes of what they make."""
 _COMPARING = Pattern(r"^(binary_)?cross_entropy(_with_logits)?$|^kl_div$")
-_COUNTING = frozenset({"range", "trange"})
 _CUTTING = frozenset("split chunk tensor_split array_split".split())
 _OF_BATCHES = Pattern(r"batch(es|_?sampler)?$", re.IGNORECASE)
 _OF_TENSORS = frozenset("to cuda unsqueeze squeeze view reshape permute transpose flatten detach size shape".split())
-_NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
 
 
 class BatchNames:
@@ -127,7 +127,7 @@ class BatchNames:
             found = self._variables[id(scope)] = set()
             for node in nodes_of_scope_body(scope):
                 if isinstance(node, ast.Assign):
-                    numbers = _is_scalar(node.value)
+                    numbers = is_scalar(node.value)
                     found |= {n for target in node.targets for n in ([] if numbers else names_bound_by_target(target))}
                 elif isinstance(node, ast.AnnAssign | ast.For):
                     found |= names_bound_by_target(node.target)
@@ -141,19 +141,7 @@ class BatchNames:
         misnamed = counts or (site.iteration is None and _NOT_DATA.search(name))
         if misnamed and not _is_of_samples(name, site):
             return True
-        nodes = list(nodes_of_scope_body(site.scope))
-        stores = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)]
-        if stores and len(stores) == sum(_counts_in(node, name) for node in nodes):
-            return True
-        values = [node.value for node in nodes if isinstance(node, ast.Assign) and _binds_alone(node, name)]
-        return bool(values) and len(values) == len(stores) and all(_is_scalar(value) for value in values)
-
-
-def _counts_in(node: ast.AST, name: str) -> bool:
-    """`for task in range(tasks)`, whatever the counter is called."""
-    if not isinstance(node, ast.For) or not isinstance(node.iter, ast.Call) or last_name(node.iter) not in _COUNTING:
-        return False
-    return isinstance(node.target, ast.Name) and node.target.id == name
+        return stands_for_number(name, site.scope)
 
 
 def _is_of_samples(name: str, site: Site) -> bool:
@@ -300,7 +288,7 @@ def _given_to_calls(lift: Lift) -> set[str]:
 def _compared_by_losses(lift: Lift) -> set[str]:
     """`labels` of `F.cross_entropy(scores, labels)` in steps on one batch: an attack moves its samples alone."""
     loop = lift.site.iteration
-    if not (isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and last_name(loop.iter) in _COUNTING):
+    if not (isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and last_name(loop.iter) in COUNTING):
         return set()  # what its header gives is the batch
     calls = (n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.Call))
     losses = (call for call in calls if _COMPARING.search(name := last_name(call)) or _is_criterion(name))
@@ -330,35 +318,6 @@ def _receiver(value: ast.expr) -> ast.expr:
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
         value = value.func.value
     return value
-
-
-def _is_scalar(value: ast.expr) -> bool:
-    if isinstance(value, ast.Constant):
-        return True
-    if isinstance(value, ast.Call):
-        numbers = ("len", "int", "float") if isinstance(value.func, ast.Name) else _NUMBER_METHODS
-        return last_name(value) in numbers
-    if isinstance(value, ast.BinOp):
-        return _is_scalar(value.left) and _is_scalar(value.right)
-    return size_of(value) is not None
-
-
-def size_of(value: ast.expr) -> str | None:
-    """The name whose size an expression asks for: `len(x)`, `x.size(0)`, `x.shape[0]`, `x.shape`."""
-    if isinstance(value, ast.Subscript):
-        value = value.value
-    if isinstance(value, ast.Attribute) and value.attr == "shape" and isinstance(value.value, ast.Name):
-        return value.value.id
-    if isinstance(value, ast.Call):
-        if isinstance(value.func, ast.Name) and value.func.id == "len" and len(value.args) == 1:
-            return value.args[0].id if isinstance(value.args[0], ast.Name) else None
-        if (
-            isinstance(value.func, ast.Attribute)
-            and value.func.attr == "size"
-            and isinstance(value.func.value, ast.Name)
-        ):
-            return value.func.value.id
-    return None
 
 
 def asks_first_size(value: ast.expr) -> bool:

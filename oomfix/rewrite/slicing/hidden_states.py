@@ -9,7 +9,8 @@ from collections.abc import Callable
 from oomfix.rewrite.dataflow.calls import called_name
 from oomfix.rewrite.dataflow.liveness import names_bound, names_bound_by_target
 from oomfix.rewrite.facts.lift import Site
-from oomfix.rewrite.slicing.batch_names import asks_first_size, size_of
+from oomfix.rewrite.slicing.batch_names import asks_first_size
+from oomfix.rewrite.slicing.plain_numbers import size_of
 from oomfix.script.syntax.names import last_name
 from oomfix.script.syntax.patterns import Pattern
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from oomfix.rewrite.dataflow.liveness import names_bound, names_bound_by_target, names_read, nodes_of_scope_body
 from oomfix.rewrite.facts.lift import Lift
-from oomfix.rewrite.slicing.batch_names import asks_first_size, is_zero, size_of
+from oomfix.rewrite.slicing.batch_names import asks_first_size, is_zero
+from oomfix.rewrite.slicing.plain_numbers import size_of
 from oomfix.script.syntax.nodes import walk
 
 _OF_TENSORS = frozenset("to cuda float long shape size view".split())

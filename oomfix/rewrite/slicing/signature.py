@@ -27,7 +27,6 @@ from oomfix.rewrite.slicing.batch_names import (
     asks_first_size,
     bound_anywhere,
     bound_by_iteration,
-    size_of,
 )
 from oomfix.rewrite.slicing.bound_on_some_ways import (
     bound_by_its_rounds,
@@ -40,6 +39,7 @@ from oomfix.rewrite.slicing.bound_on_some_ways import (
 from oomfix.rewrite.slicing.bound_under_a_test import asks_for_rows, test_of_binding
 from oomfix.rewrite.slicing.constant_tests import ConstantTests
 from oomfix.rewrite.slicing.own_closures import of_own_closures
+from oomfix.rewrite.slicing.plain_numbers import size_of
 from oomfix.rewrite.slicing.unsure_inputs import read_at_once, tests_of
 from oomfix.script.syntax.names import last_name
 from oomfix.script.syntax.nodes import blocks, children, walk

@@ -401,3 +401,88 @@ def test_what_is_taken_out_of_a_batch_with_others_is_of_its_samples(name):
     after = rewritten(text)
     assert f"forward_backward(forward, x, y, {name})" in after.text
     assert parts_as_whole(text, after.text, rewritten(text, micro_batches=3).text) == 3
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "scale = config.scale",
+        "scale = config['loss']['scale']",
+        "scale = 0.5 if model.training else 0.25",
+        "scale = -float(config.scale)",
+        "rows, scale = x.shape",
+        "scale = np.shape(x)[1]",
+        "scale, other = 0.5, x.sum()",
+        "scale = 0\n    scale += 1",
+    ],
+)
+def test_a_number_that_is_made_for_each_batch_is_no_input(made):
+    text = assert_trains_the_same(f"""\
+import types
+import numpy as np
+
+class Config(types.SimpleNamespace):
+    def __getitem__(self, name):
+        return {{"scale": 0.5}}
+
+config = Config(scale=0.5)
+
+def scaled(out, scale):
+    return out * scale
+
+for x, y in loader:
+    {made}
+    loss = F.cross_entropy(scaled(model(x), scale), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+""")
+    assert "def forward(x, y):" in text
+
+
+@pytest.mark.parametrize(
+    ("parameter", "inputs"),
+    [
+        ("scale=0.5", "x, y"),
+        ("scale: float", "x, y"),
+        ("scale: int = None", "x, y"),
+        ("gamma", "x, y"),
+        ("scale", "x, scale, y"),
+        ("scale=None", "x, scale, y"),
+        ("scale: torch.Tensor", "x, scale, y"),
+    ],
+)
+def test_a_number_that_a_step_is_given_is_no_input(parameter, inputs):
+    name = parameter.partition(":")[0].partition("=")[0]
+    text = assert_trains_the_same(f"""\
+        def scaled(out, scale):
+            return out * scale
+
+        def train(x, y, {parameter}):
+            loss = F.cross_entropy(scaled(model(x), {name}), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+
+        for x, y in loader:
+            train(x, y, 0.5)
+        """)
+    assert f"def forward({inputs.replace('scale', name)}):" in text
+
+
+def test_a_number_that_is_bound_to_data_as_well_is_an_input():
+    text = assert_trains_the_same("""\
+        def train(x, y, scale=1.0):
+            scale = y.float() * scale
+            loss = (F.cross_entropy(model(x), y, reduction="none") * scale).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+
+        for x, y in loader:
+            train(x, y)
+        """)
+    assert "def forward(x, y, scale):" in text

@@ -64,7 +64,7 @@ def test_what_was_bound_in_an_earlier_iteration_stays():
     text = assert_trains_the_same(script(SOFT.format(test="number % often == 0"), "print(aux.item() + 0.5)"))
     assert (
         """\
-        loss, its_aux = memory.forward_backward(forward, x, y, number)
+        loss, its_aux = memory.forward_backward(forward, x, y)
         if number % often == 0:
             aux = its_aux
 """
