@@ -176,8 +176,9 @@ class Lifting:
         resets = self._resets_behind(lift)
         ahead = (statement for statement in lift.before if statement not in resets)
         lines = [line for statement in ahead for line in text.moved(statement, text.margin)]
-        lines = lines[1:] if lines and not lines[0].strip() else lines
-        if lines or (text.above and not text.above.endswith(":")):
+        stands_below = text.above and not text.above.endswith(":")
+        lines = lines[1:] if lines and not lines[0].strip() and not stands_below else lines
+        if lines or stands_below:
             lines.append("")
         lines += self._broken(f"{text.margin}def {self._function}(", lift.inputs, "):")
         lines += body

@@ -206,12 +206,13 @@ class _Line:
         return None
 
     def _in_new_parentheses(self, value: list[_Token]) -> list[str] | None:
-        """What is assigned, in parentheses of its own on one line below the rest."""
-        if not value:
-            return None
-        head = self.text[: value[0].start].rstrip(_BLANKS)
-        inside = self._margin + self._unit + self.text[value[0].start : value[-1].end]
-        return [f"{head} (", inside, f"{self._margin})"] if len(inside) <= self._limit else None
+        """What is assigned, in parentheses of its own on one line below the rest; a condition may take three."""
+        head = self.text[: value[0].start].rstrip(_BLANKS) if value else ""
+        for parts in ([value], _parts_of_condition(value)) if value else ():
+            inside = [self._margin + self._unit + self.text[part[0].start : part[-1].end] for part in parts]
+            if inside and max(map(len, inside)) <= self._limit:
+                return [f"{head} (", *inside, f"{self._margin})"]
+        return None
 
     def _filled(self, tokens: Sequence[_Token], margin: str) -> list[str] | None:
         """What is inside of brackets, broken behind its commas where it has to be."""
@@ -261,6 +262,14 @@ def _has_operators(value: list[_Token]) -> bool:
     """Whether it is a sum, a condition or the like, other than a sign ahead of all."""
     texts = [token.text for token in value if token.depth == 0][1:]
     return any(iskeyword(text) or not (text[0].isalnum() or text[0] in "_.,'\"()[]{}") for text in texts)
+
+
+def _parts_of_condition(value: list[_Token]) -> list[list[_Token]]:
+    """`a`, `if test` and `else b` of `a if test else b`; nothing for other values."""
+    words = [index for index, token in enumerate(value) if token.depth == 0 and token.text in ("if", "else")]
+    if [value[index].text for index in words] != ["if", "else"]:
+        return []
+    return [value[: words[0]], value[words[0] : words[1]], value[words[1] :]]
 
 
 def _calls(tokens: Sequence[_Token]) -> Iterator[_Pair]:

@@ -50,6 +50,14 @@ def broken(text: str, before: str = "") -> str:
             f"the_last = (\n    call({NAMES}) if ready else call(last)\n)",
         ),
         (
+            f"the_last = call({NAMES}) if settings['of_the_second'] > 0 else None",
+            f"the_last = (\n    call({NAMES})\n    if settings['of_the_second'] > 0\n    else None\n)",
+        ),
+        (
+            f"the_last = call({NAMES}) if one else two if three_of_four else None, None",
+            f"the_last = call(\n    {NAMES}\n) if one else two if three_of_four else None, None",
+        ),
+        (
             f"if ready:\n    loss[first] = criterion(model({NAMES}), target_of_all_inputs)",
             f"if ready:\n    loss[first] = criterion(\n        model({NAMES}), target_of_all_inputs\n    )",
         ),
