@@ -60,6 +60,12 @@ def test_targets_are_marked_ahead_of_the_slice(marks):
     assert parts_as_whole(text, after.text, rewritten(text, micro_batches=3, precision="fp32").text) == 5
 
 
+@pytest.mark.parametrize("blank", ["", "\n"])
+def test_what_moves_ahead_keeps_the_blank_line_above_it(blank):
+    text = of().replace("    # what nobody", f"{blank}    # what nobody")
+    assert f"y.to(device).long()\n{blank}    # what nobody labelled\n" in rewritten(text).text
+
+
 NEAR_MISSES = {
     "the network's result decides": {"marks": "y[out.argmax(1) == 0] = -100"},
     "random numbers decide": {"marks": "y[torch.rand(6) < 0.5] = -100"},
