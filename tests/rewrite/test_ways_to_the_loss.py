@@ -100,7 +100,7 @@ ALTERNATIVES = """\
 
 
 def test_what_is_bound_wherever_the_loss_is_bound_is_returned_with_it():
-    assert "loss, hits = memory.forward_backward(forward, x, number, y)\n" in assert_trains_the_same(ALTERNATIVES)
+    assert "loss, hits = memory.forward_backward(forward, x, y)\n" in assert_trains_the_same(ALTERNATIVES)
 
 
 def test_what_only_one_way_to_the_loss_binds_is_not():

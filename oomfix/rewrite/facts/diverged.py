@@ -26,6 +26,15 @@ def asks_if_not_finite(test: ast.expr) -> bool:
     return called_name(_without_reducing(test, over_all)) in asked
 
 
+def asks_if_finite(test: ast.expr) -> bool:
+    """`torch.isfinite(loss)`, `not torch.isnan(loss) and not torch.isinf(loss)`: false only where a number is not."""
+    if isinstance(test, ast.BoolOp):
+        return isinstance(test.op, ast.And) and all(map(asks_if_finite, test.values))
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return asks_if_not_finite(test.operand)
+    return called_name(_without_reducing(test, {"all"})) == "isfinite"
+
+
 def asks_if_diverged(test: ast.expr) -> bool:
     """Whether a test is true of numbers that are not finite, or too large; other losses may have no graph: `== 0`."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or):

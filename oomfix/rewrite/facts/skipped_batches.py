@@ -14,6 +14,7 @@ from oomfix.rewrite.dataflow.shared_parameters import SharedParameters
 from oomfix.rewrite.facts.diverged import asks_if_diverged
 from oomfix.rewrite.facts.lift import CannotLift, Lift
 from oomfix.rewrite.facts.reading import Reading
+from oomfix.script import Script
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import walk
 
@@ -29,6 +30,12 @@ def skips_if_diverged(statement: ast.stmt) -> TypeGuard[ast.If]:
 def body_of_skip(skip: ast.If) -> list[ast.stmt]:
     """What a skip does before it leaves, but for resets of gradients."""
     return [other for other in skip.body[:-1] if not is_zero_grad(other)]
+
+
+def looks_for_anomalies(script: Script) -> bool:
+    """Whether the backward of a loss that is no number raises."""
+    calls = script.imports.nodes.of(ast.Call)
+    return any(last_name(call) in ("set_detect_anomaly", "detect_anomaly") for call in calls)
 
 
 class SkippedBatches:
@@ -125,6 +132,4 @@ class SkippedBatches:
 
     @cached_property
     def _backward_raises(self) -> bool:
-        """Whether the script looks for anomalies: the backward of a loss that is no number then raises."""
-        calls = self._script.imports.nodes.of(ast.Call)
-        return any(last_name(call) in ("set_detect_anomaly", "detect_anomaly") for call in calls)
+        return looks_for_anomalies(self._script)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.preparations.branches_that_leave import end_branches
 from oomfix.rewrite.preparations.computed_again import compute_again
+from oomfix.rewrite.preparations.diverged_losses import run_backwards_first
 from oomfix.rewrite.preparations.fetched_batches import name_batches
 from oomfix.rewrite.preparations.forwards_into_branches import forwards_into_branches
 from oomfix.rewrite.preparations.kept_losses import name_losses
@@ -28,6 +29,7 @@ _PREPARATIONS = (
     log_behind,
     name_what_is_read,
     reset_in_skips,
+    run_backwards_first,
     part_autocast,
     part_backwards,
     compute_in_turn,

@@ -18,23 +18,32 @@ from oomfix.script.syntax.names import path_of
 def reset_in_skips(reading: Reading, manager: str) -> list[Edit]:
     """The edits that write `optimizer.zero_grad()` into `if torch.isnan(loss): continue`, for when the backward is run.
 
-    They change nothing where the gradients are not there: behind each backward of the file its one optimizer steps and
-    resets them in the same block, whatever happens, and no other file gets the network or gave it.
+    They change nothing where the gradients are not there.
+    """
+    backwards = [reading.blocks.statement_of(call) for call in reading.calls_to(f"{manager}.backward")]
+    skips = [skip for backward in backwards for skip in _skips_ahead(backward, reading)]
+    optimizer = only_optimizer(reading, manager) if skips else None
+    return [] if optimizer is None else [_reset(skip.body[-1], optimizer, reading) for skip in skips]
+
+
+def only_optimizer(reading: Reading, manager: str) -> str | None:
+    """The one optimizer of a file, if there are gradients only between each backward and its step in the same block.
+
+    It steps and resets them there whatever happens, and no other file gets the network or gave it.
     """
     backwards = [reading.blocks.statement_of(call) for call in reading.calls_to(f"{manager}.backward") if call.args]
-    skips = [skip for backward in backwards for skip in _skips_ahead(backward, reading)]
-    if not skips or len(list(reading.script.calls_of_method("backward"))) != len(backwards):
-        return []
+    if len(list(reading.script.calls_of_method("backward"))) != len(backwards):
+        return None
     steps = {_resetting_step(backward, reading, manager) for backward in backwards}
     optimizer = steps.pop() if len(steps) == 1 else None
     if optimizer is None or not makes_one_optimizer(reading.script, reading.blocks):
-        return []
+        return None
     networks = {forward.path for loop in reading.loops for forward in loop.forwards if forward.path is not None}
     out_of_sight = OutOfSight(reading, networks)
     others = (call for call in out_of_sight.calls() if not (path_of(call.func) or "").startswith(f"{manager}."))
     if any(others) or any(out_of_sight.comes_from_elsewhere(loop.node) for loop in reading.loops):
-        return []
-    return [_reset(skip.body[-1], optimizer, reading) for skip in skips]
+        return None
+    return optimizer
 
 
 def _skips_ahead(backward: ast.stmt, reading: Reading) -> Iterator[ast.If]:
