@@ -6,7 +6,7 @@ import ast
 import re
 
 from oomfix.rewrite.dataflow.liveness import Scope, names_bound_by_target, nodes_of_scope_body
-from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.names import last_name, last_of, path_of
 from oomfix.script.syntax.nodes import walk
 from oomfix.script.syntax.parameters import defaults_of, named_parameters
 from oomfix.script.syntax.patterns import Pattern
@@ -14,7 +14,7 @@ from oomfix.script.syntax.patterns import Pattern
 _NUMBER_METHODS = ("item", "size", "time", "perf_counter", "get_lr", "dim", "numel")
 _NUMBER_FUNCTIONS = ("len", "int", "float", "bool", "str", "round")
 _NUMBER_TYPES = frozenset({"int", "float", "bool", "str"})
-_SETTINGS = Pattern(r"^(args?|cfg|config|conf|opts?|hparams|flags|settings)$", re.IGNORECASE)
+_SETTINGS = Pattern(r"^(args?|cfg|config|conf|opts?|hparams|settings)$", re.IGNORECASE)
 COUNTING = frozenset({"range", "trange"})
 
 
@@ -69,11 +69,13 @@ def is_scalar(value: ast.expr) -> bool:
 
 
 def _is_setting(value: ast.expr) -> bool:
-    """`args.steps`, `config["train"]["steps"]`, `self.args.steps`."""
+    """`args.steps`, `config["train"]["steps"]`, `self.args.steps`; `args[0]` is what a function is given."""
     owners = []
     while isinstance(value, ast.Attribute | ast.Subscript):
+        if isinstance(value, ast.Subscript) and not isinstance(getattr(value.slice, "value", None), str):
+            return False
         value = value.value
-        owners.append((path_of(value) or "").rsplit(".", 1)[-1])
+        owners.append(last_of(path_of(value)))
     return any(map(_SETTINGS.match, owners))
 
 

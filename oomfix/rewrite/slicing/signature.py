@@ -219,7 +219,8 @@ class Signature:
         # what is passed is read at once, even where the slice would not have come to it
         lift.given_if = tests_of(data - bound - returned - self._not_given, self._ahead_of(lift), lift.lifted)
         wanted = ((data & bound) | (read & rebound) | lift.given_if.keys()) - self._not_given
-        lift.inputs = [name for name in _reading_order(lift) if name in wanted]
+        # an output that nothing in the slice reads may have its value from before
+        lift.inputs = [name for name in dict.fromkeys([*_reading_order(lift), *lift.outputs]) if name in wanted]
         if rows := [name for name, test in lift.bound_if.items() if asks_for_rows(test, lift)]:
             raise CannotLift(f"{rows[0]} is read later, and only bound where rows of the batch say so")
 

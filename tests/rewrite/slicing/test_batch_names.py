@@ -486,3 +486,20 @@ def test_a_number_that_is_bound_to_data_as_well_is_an_input():
             train(x, y)
         """)
     assert "def forward(x, y, scale):" in text
+
+
+def test_what_a_function_is_given_is_an_input_though_it_is_called_like_settings():
+    text = assert_trains_the_same("""\
+        def train(*args):
+            x, y = args
+            scale = args[1]
+            loss = (F.cross_entropy(model(x), y, reduction="none") * scale).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(loss.item())
+
+        for x, y in loader:
+            train(x, y)
+        """)
+    assert "def forward(x, y, scale):" in text

@@ -487,3 +487,33 @@ def test_a_size_asked_ahead_of_the_loop_is_asked_again_inside():
             step(x)
         """)
     assert "        def forward(x):\n            n = x.size(0)\n            loss = critic" in text
+
+
+EXTRA = """\
+    def penalised(out):
+        return out.pow(2).mean(), 0.5
+
+    for number, (x, y) in enumerate(loader * 4):
+        {ahead}
+        out = model(x)
+        {between}
+        extra = torch.tensor(0.0)
+        if number % 2:
+            extra, share = penalised(out)
+        loss = F.cross_entropy(out, y) + extra
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print(loss.item(), share)
+    """
+
+
+def test_what_the_slice_may_leave_as_it_was_is_given_to_it_and_comes_back():
+    text = assert_trains_the_same(EXTRA.format(ahead="share = number / 8", between="pass"))
+    assert "def forward(x, y, share):" in text and "loss, share = memory.forward_backward(forward, x, y, share)" in text
+
+
+@pytest.mark.parametrize("start", ["0.25", "None", "'no'"])
+def test_what_starts_as_a_constant_within_the_slice_starts_there(start):
+    text = assert_trains_the_same(EXTRA.format(ahead="pass", between=f"share = {start}"))
+    assert f"        out = model(x)\n        share = {start}\n        extra" in text and "def forward(x, y):" in text
