@@ -593,7 +593,7 @@ def refusals(ways: Ways, *losses: torch.Tensor) -> list[str]:
     reasons = []
     while True:
         ways.begin()
-        first = next(filter(None, (ways.refuses(loss, len(edges(loss)), ()) for loss in losses)), None)
+        first = next(filter(None, (ways.refuses(loss, len(edges(loss)), (), 1) for loss in losses)), None)
         if first is None:
             return reasons
         ways.admit()

@@ -1,5 +1,7 @@
 """Losses that a loop over samples adds up, and that are divided by how many of them had something to add."""
 
+from functools import reduce
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,12 @@ TOTALS = {
     "beside another term": lambda losses: 0.1 * losses[0].detach() * 0 + sum(losses) / len(losses),
     "two terms": lambda losses: sum(losses) / len(losses) + sum(loss.pow(2) for loss in losses) / len(losses),
     "in two steps": lambda losses: 2 * (sum(losses) / len(losses)) / 4,
+    "times a number": lambda losses: sum(losses) * (1.0 / len(losses)),
+    "each divided": lambda losses: sum(loss / len(losses) for loss in losses),
+    "each times a number": lambda losses: sum(loss * (1.0 / len(losses)) for loss in losses),
+    "a mean along a dimension": lambda losses: torch.stack(losses).mean(0),
+    "a weighted sum": lambda losses: torch.stack(losses) @ torch.full([len(losses)], 1.0 / len(losses)).double(),
+    "a running mean": lambda losses: reduce(lambda mean, nth: mean + (nth[1] - mean) / nth[0], enumerate(losses, 1), 0),
 }
 
 
@@ -49,6 +57,48 @@ def test_a_mean_over_images_with_boxes_is_seen_at_the_first_call_that_has_some_w
         memory.forward_backward(forward, *batch)
         for parameter, gradient in zip(net.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("total", ["one", "times a number", "each divided"])
+def test_a_mean_over_samples_that_are_told_by_what_is_in_them_is_seen(total):
+    """All have boxes, of which only those that are positive add to the loss."""
+    net, memory = nn.Linear(4, 3).double(), runtime.preset("16gb", micro_batches=3)
+
+    def forward(outputs, targets):
+        pairs = zip(outputs, targets, strict=True)
+        return TOTALS[total]([F.mse_loss(net(x), y) for x, y in pairs if (y[:, 0] > 0).any()])
+
+    for number, negative in enumerate([(), (), (1, 4, 5), (), (0, 2, 9)]):
+        outputs, targets = images(12, (), number)
+        for place, target in enumerate(targets):
+            target[0, 0] = 1.0
+            if place in negative:
+                target[:, 0] = -1.0
+        expected = torch.autograd.grad(forward(outputs, targets), net.weight)[0]
+        net.zero_grad()
+        memory.forward_backward(forward, outputs, targets)
+        torch.testing.assert_close(net.weight.grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_loop_that_leaves_out_samples_and_divides_by_all_of_them_still_splits():
+    """It is checked where some are left out for the first time, at the third call, and then at powers of two."""
+    net, memory, runs = nn.Linear(4, 3).double(), runtime.preset("16gb", micro_batches=3), []
+
+    def forward(outputs, targets):
+        runs.append(len(outputs))
+        return sum(F.mse_loss(net(x), y) for x, y in zip(outputs, targets, strict=True) if len(x)) / len(outputs)
+
+    checked = []
+    for number, empty in enumerate([(), (), (1, 4, 5), (), (0, 2, 9), (3,), (2, 7), (), (1, 11), (8,)]):
+        batch = images(12, empty, number)
+        expected = torch.autograd.grad(forward(*batch), net.weight)[0]
+        net.zero_grad()
+        runs.clear()
+        memory.forward_backward(forward, *batch)
+        checked += [number] if len(runs) > 3 else []
+        torch.testing.assert_close(net.weight.grad, expected, rtol=1e-10, atol=1e-12)
+    assert memory.report().forwards[0].whole_because is None
+    assert checked == [0, 1, 2, 3, 7]
 
 
 @pytest.mark.parametrize("by", ["images", "a mask"])

@@ -94,7 +94,8 @@ class Iteration:
         self._generators: RandomState | None = None
         self._kept_batch: KeptBatch | None = None
         self._first_node = 0
-        self._neighbours: list[tuple[int, int]] = []
+        self._cuts: list[tuple[int, int]] = []
+        self._number = 0
         self._truths: tuple[bool, ...] = ()
         self.graph_is_spent = False
         self.refused: str | None = None
@@ -276,7 +277,7 @@ class Iteration:
         if self.weighing is None:
             self.weighing = Weighing(self.known.name, self.batch)
         size = self.batch.size
-        cuts = balanced(size, parts)
+        self._cuts = cuts = balanced(size, parts)
         own_means = self._own_means(found, cuts)
         verdict = self.weighing.begin_parts(found)
         self.known.begin_parts()
@@ -285,8 +286,7 @@ class Iteration:
         left = LeftBehind(verdict.left, self._owners() if verdict.left else (), size)
         shares, went_backward, weighs = Shares(verdict), False, not self.in_window
         with RunningStatistics(self.known.modules(), parts) as statistics:
-            for number, (start, stop) in enumerate(cuts):
-                self._neighbours = cuts[max(number - 1, 0) :][:2]
+            for self._number, (start, stop) in enumerate(cuts):
                 with draws.part(start, stop), own_means.part(stop - start):
                     result, divided_by = self._forward_rows(start, stop, verdict, shares)
                 weight = shares.of(stop - start, divided_by)
@@ -406,9 +406,12 @@ class Iteration:
 
     def _expect_way(self, loss: torch.Tensor, shape: int) -> None:
         """Refuse a micro-batch that may compute what no check has seen, until it has been checked with another one."""
-        reason = self.known.refuses_way(loss, shape, self._truths) if self._parts > 1 else None
+        if self._parts == 1:
+            return
+        start, stop = self._cuts[self._number]
+        reason = self.known.refuses_way(loss, shape, self._truths, stop - start)
         if reason is not None:
-            first, second = (range(*cut) for cut in self._neighbours)
+            first, second = (range(*cut) for cut in self._cuts[max(self._number - 1, 0) :][:2])
             self.known.doubt(in_two_parts(first, second))
             raise CannotSplit(reason, Verdict(None, reason, undecided=True))
 

@@ -238,9 +238,9 @@ class Known:
         """Whether it was seen to go by what is true of its batch, see `truths`."""
         return self._ways.are_decided
 
-    def refuses_way(self, loss: torch.Tensor, shape: int, truths: tuple[bool, ...]) -> str | None:
+    def refuses_way(self, loss: torch.Tensor, shape: int, truths: tuple[bool, ...], rows: int) -> str | None:
         """Why a micro-batch with this loss may not be what a check has seen, see `Ways.refuses`, or None."""
-        return self._ways.refuses(loss, shape, truths)
+        return self._ways.refuses(loss, shape, truths, rows)
 
     def doubt(self, rows: list[int]) -> None:
         """Let `rows` be checked, of two micro-batches one of which was refused; that ends, since ways are few."""

@@ -55,7 +55,8 @@ def compared_gradients(
         if verdict.reason != FLAT:
             break
     single_rows = has_single_row(count) or None
-    graphs = Graphs.of(evidence.whole[2], [of_part[2] for of_part in evidence.parts], evidence.truths)
+    sizes = [int(share.rows) for share in evidence.shares]
+    graphs = Graphs.of(evidence.whole[2], [of_part[2] for of_part in evidence.parts], sizes, evidence.truths)
     found = replace(
         verdict,
         means=evidence.means,

@@ -3,14 +3,16 @@
 A forward may take another branch at any call (mixing the samples of every second batch), or in some micro-batches only
 (a term for batches that hold a rare class). Of two networks whose graphs are alike, one is told by its parameters.
 Loops over samples, or over what belongs to each, make graphs that differ from micro-batch to micro-batch too; they also
-differ between the runs of a check, and in the same places. Micro-batches of which the graphs do not tell enough are
-themselves checked.
+differ between the runs of a check, and in the same places. Where each sample added as many nodes there, one that adds
+none shows: it has no box, and the loss may be a mean over those that have. Micro-batches of which the graphs do not
+tell enough are themselves checked.
 """
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 
@@ -35,29 +37,53 @@ class Graphs:
         whole: all edges of that of a few rows.
         varying: those of which two parts of the rows have more or fewer.
         truths: what was found to be true of these rows, see `truths`.
+        per_row: of the edges that vary those that each row adds as many of, and how many.
     """
 
     whole: Edges
     varying: frozenset[Edge]
     truths: Truth = ()
+    per_row: frozenset[tuple[Edge, Fraction]] = frozenset()
 
     @classmethod
-    def of(cls, whole: Edges, parts: Iterable[Edges], truths: Truth) -> "Graphs":
-        """The graphs of some rows and of parts of them."""
-        return cls(whole, frozenset(edge for part in parts for edge, _ in whole ^ part), truths)
+    def of(cls, whole: Edges, parts: Sequence[Edges], rows: Sequence[int], truths: Truth) -> "Graphs":
+        """The graphs of some rows and of parts of them, which are so many."""
+        varying = frozenset(edge for part in parts for edge, _ in whole ^ part)
+        by_rows = _per_row(whole, sum(rows)).intersection(*map(_per_row, parts, rows))
+        return cls(whole, varying, truths, frozenset(pair for pair in by_rows if pair[0] in varying))
+
+
+def _per_row(found: Edges, rows: int) -> frozenset[tuple[Edge, Fraction]]:
+    return frozenset((edge, Fraction(count, rows)) for edge, count in found)
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way that a forward may take.
+
+    Attributes:
+        steady: what tells it whatever the rows are.
+        odd: edges of which its rows have more or fewer than those of a check.
+        truths: what was found to be true of it.
+    """
+
+    steady: object
+    odd: frozenset[Edge]
+    truths: Truth
 
 
 class Ways:
     """The ways that a forward may take in micro-batches."""
 
     def __init__(self) -> None:
-        self._known: set[object] = set()
-        self._together: set[frozenset[object]] = set()
+        self._known: set[_Way] = set()
+        self._together: set[frozenset[_Way]] = set()
         self._checked: Edges | None = None
         self._varying: frozenset[Edge] = frozenset()
+        self._per_row: dict[Edge, Fraction] | None = None
         self._truths: Truth = ()
-        self._way: object = None
-        self._doubted: frozenset[object] = frozenset()
+        self._way: _Way | None = None
+        self._doubted: frozenset[_Way] = frozenset()
 
     def learn(self, graphs: Graphs | None) -> None:
         """Remember the graphs of a check that allowed a split; None: it does not know them."""
@@ -69,6 +95,19 @@ class Ways:
             self._known.clear()
             self._together.clear()
             self._doubted = frozenset()
+        if graphs is not None:
+            self._keep_per_row(graphs)
+
+    def _keep_per_row(self, graphs: Graphs) -> None:
+        """Remember what each row adds; of which other rows have shown more or fewer tells no ways apart any more."""
+        before = graphs.per_row if self._per_row is None else frozenset(self._per_row.items())
+        self._per_row = dict(before & graphs.per_row)
+        self._known = set(map(self._among_these, self._known))
+        self._together = {frozenset(map(self._among_these, pair)) for pair in self._together}
+        self._doubted = frozenset(map(self._among_these, self._doubted))
+
+    def _among_these(self, way: _Way) -> _Way:
+        return replace(way, odd=way.odd.intersection(self._per_row or ()))
 
     @property
     def are_decided(self) -> bool:
@@ -79,25 +118,35 @@ class Ways:
         """The first of some micro-batches is about to run."""
         self._way = None
 
-    def refuses(self, loss: torch.Tensor, shape: int, truths: Truth) -> str | None:
+    def refuses(self, loss: torch.Tensor, shape: int, truths: Truth, rows: int) -> str | None:
         """Why a micro-batch that follows the last one may compute what no check has seen, or None.
 
         Args:
             loss: with its graph, or without one where it is a constant.
             shape: of its graph, see `gradients.Reach`.
             truths: what was found to be true of it, if `are_decided`.
+            rows: samples in it.
         """
-        before, self._way = self._way, (self._steady(edges(loss)) if self._varying else shape, truths)
-        pair = frozenset({before, self._way} - {None})
-        if self._way not in self._known and len(self._known) < _MOST_WAYS and not self._was_checked(loss, truths):
+        before, way = self._way, self._way_of(loss, shape, truths, rows)
+        self._way = way
+        pair = frozenset({way} if before is None else {before, way})
+        if way not in self._known and len(self._known) < _MOST_WAYS and not self._was_checked(loss, way):
             reason = "it takes a branch that no check has seen yet"
         elif len(pair) > 1 and pair not in self._together and len(self._together) < _MOST_WAYS:
             reason = "some of its micro-batches take a branch that others do not"
         else:
-            self._known.add(self._way)
+            self._known.add(way)
             return None
         self._doubted = pair
         return reason
+
+    def _way_of(self, loss: torch.Tensor, shape: int, truths: Truth, rows: int) -> _Way:
+        if not self._varying:
+            return _Way(shape, frozenset(), truths)
+        found, per_row = edges(loss), self._per_row or {}
+        counts = dict(found)
+        odd = frozenset(edge for edge, number in per_row.items() if counts.get(edge, 0) != number * rows)
+        return _Way(self._steady(found), odd, truths)
 
     def admit(self) -> None:
         """The micro-batches refused last have been checked, and compute what the whole batch does."""
@@ -105,10 +154,11 @@ class Ways:
         if len(self._doubted) > 1:
             self._together.add(self._doubted)
 
-    def _was_checked(self, loss: torch.Tensor, truths: Truth) -> bool:
+    def _was_checked(self, loss: torch.Tensor, way: _Way) -> bool:
         if self._checked is None:
             return not self._known
-        return truths == self._truths and self._steady(edges(loss)) == self._steady(self._checked)
+        steady = way.steady if self._varying else self._steady(edges(loss))
+        return not way.odd and way.truths == self._truths and steady == self._steady(self._checked)
 
     def _steady(self, found: Edges) -> Edges:
         """The edges of which there are as many in each part of a batch."""
