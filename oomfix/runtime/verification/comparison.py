@@ -179,7 +179,7 @@ class _Comparison:
             found.selects |= are_cut_later(whole, count, part, end - begin, self._batch.size)
             if begin == 0:
                 masks = whole.watch.masks.seen, part.watch.masks.seen
-                found.alike_masks, found.empty_masks = alike(*masks), empty(*masks)
+                found.alike_masks, found.empty_masks = alike(*masks, found.drew), empty(*masks)
                 found.closed_hinges = closed_alike(whole.watch.hinges, part.watch.hinges)
                 found.selects |= go_across(whole, count, part, cut)
                 found.leaves = leave_torch(whole, count, part, cut)

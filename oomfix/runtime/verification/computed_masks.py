@@ -2,9 +2,9 @@
 
 A loss may be a mean over what such a mask leaves. As long as it leaves as much of each sample, which it does of the
 triplets of an untrained network, that looks like a mean over samples. So a check runs once more with a gap in the masks
-of its first row, as it does for masks among the arguments (`rows.gaps_for_masks`). A mask that leaves nothing of any
-row hides what becomes of the rows that it leaves elsewhere, a figure of a log for example; it leaves some of the first
-row when the check runs once more.
+of its first row, as it does for masks among the arguments (`rows.gaps_for_masks`). Masks that are drawn may leave as
+much of two parts by chance, so they get one too. A mask that leaves nothing of any row hides what becomes of the rows
+that it leaves elsewhere, a figure of a log for example; it leaves some of the first row when the check runs once more.
 """
 
 import sys
@@ -88,9 +88,12 @@ class ComputedMasks:
         return by_row(mask, self._rows, self._steps_first)
 
 
-def alike(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> frozenset[int]:
-    """The comparisons that gave a mask of samples in both runs, in the first one that leaves as much of each."""
-    return frozenset(n for n, mask in _of_both(whole, part) if mask.alike)
+def alike(whole: list[MaskOfRows | None], part: list[MaskOfRows | None], drew: bool) -> frozenset[int]:
+    """The comparisons that gave a mask of samples in both runs, in the first one that leaves as much of each.
+
+    Where random numbers were drawn, all that leave something.
+    """
+    return frozenset(n for n, mask in _of_both(whole, part) if mask.alike or (drew and not mask.empty))
 
 
 def empty(whole: list[MaskOfRows | None], part: list[MaskOfRows | None]) -> frozenset[int]:

@@ -90,7 +90,7 @@ class Evidence:
             each pair of rows met a threshold.
         leaves: numbers of each sample left torch, where the program may put them into an order unseen.
         hides: a number that depends on several samples was multiplied by 0.
-        alike_masks: numbers of the comparisons that gave masks which leave as much of each row.
+        alike_masks: numbers of the comparisons that gave masks which leave as much of each row, or may by chance.
         empty_masks: of those that gave masks which leave nothing.
         truths: what was found to be true of all rows, see `truths`; none where a part is asked more, or less.
         closed_hinges: numbers of the hinges that gave nothing but 0 on all rows.
