@@ -32,7 +32,7 @@ from oomfix.runtime.verification.counted_first import DividedMeans, Means, Noted
 from oomfix.runtime.verification.divisors import Divisor, common_bound, counting, divisors, of_each, read
 from oomfix.runtime.verification.evidence import Evidence, Runs
 from oomfix.runtime.verification.hinges import closed_alike
-from oomfix.runtime.verification.left_attributes import Left, left_by
+from oomfix.runtime.verification.left_attributes import Left, left_by, recorded
 from oomfix.runtime.verification.one_run import OneRun
 from oomfix.runtime.verification.own_targets import Noted, OwnMeans
 from oomfix.runtime.verification.thresholds import (
@@ -196,7 +196,7 @@ class _Comparison:
         depends = left_by(whole.left, [part.left for part in parts], found.shares)
         # with a graph, beside the gradients of all rows, one run more would take more memory than a micro-batch
         asks = bool(depends) or (bool(whole.added) and not self._how.graph)
-        if depends is None or (asks and not self._repeats(whole, generators)):
+        if depends is None or (asks and not self._repeats(whole, parts[0].added, generators)):
             names = [self._name(*key) for key in whole.left or whole.added]
             found.wrote = f"it changes {', '.join(names[:2])}"
         found.left = tuple(attribute for attribute in depends or () if not attribute.has_rows)
@@ -260,9 +260,9 @@ class _Comparison:
         found.drew = found.drew or generators.moved()
         found.drew_besides_torch = found.drew_besides_torch or (found.drew and generators.moved_besides_torch())
 
-    def _repeats(self, whole: OneRun, generators: RandomState) -> bool:
+    def _repeats(self, whole: OneRun, by_part: Left, generators: RandomState) -> bool:
         """Whether the forward gives the same again, though it finds what it left in attributes and containers."""
-        self._attributes.put(whole.left | whole.added)
+        self._attributes.put(whole.left | recorded(whole.added, by_part))
         generators.restore()
         if self._how.replays:
             self._draws.replay(0, len(self._rows))
@@ -366,11 +366,14 @@ class _Comparison:
             stack.enter_context(compat.without_autocast())
             stack.enter_context(torch.set_grad_enabled(self._how.graph))
             self._owners = owners_of(self._forward, modules)
-            self._attributes = Attributes(self._owners)
+            self._attributes, tells = Attributes(self._owners), True
             try:
                 yield
+            except Exception as error:
+                tells = is_out_of_memory(error)  # a forward that failed has not shown what it reads
+                raise
             finally:
                 if self._writes:
                     found.wrote = _WROTE
                     self._writes.undo()
-                self._attributes.restore(keeps_records=not found.wrote)
+                self._attributes.restore(keeps_records=tells and not found.wrote)

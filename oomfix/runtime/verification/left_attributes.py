@@ -9,10 +9,14 @@ saves.
 
 import functools
 import operator
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from oomfix.runtime import trees
 from oomfix.runtime.batches import rule_choice
 from oomfix.runtime.batches.outputs import Collector, Inside, Mean, Rule, Sum, Unforeseen, Weight, Zero
 from oomfix.runtime.state.attributes import namespace
@@ -62,6 +66,29 @@ def left_by(whole: Left, parts: Sequence[Left], shares: Sequence[Weight]) -> tup
             return None
         found += [LeftAttribute(*key, inner, path) for path, inner in _entries(rule, value, values, ())]
     return tuple(found)
+
+
+def recorded(by_whole: Left, by_part: Left) -> Left:
+    """Containers as a run on all rows filled them; of records, what a part has added after it stands in them instead.
+
+    A record of losses shows that it is read where it has other numbers: the mean of some that are the same is one of
+    them. What has rows stays, since a forward may tell by their number that they are of another batch.
+    """
+    return {place: _last_added(held, by_part.get(place)) for place, held in by_whole.items()}
+
+
+def _last_added(held: Any, longer: Any) -> Any:
+    if not isinstance(held, list | deque) or type(longer) is not type(held):
+        return held
+    entries, others = list(held), list(longer)[len(held) :]
+    kept = len(entries) - len(others)
+    if kept < 0 or _shapes(entries[kept:]) != _shapes(others):
+        return held
+    return type(held)([*entries[:kept], *others])
+
+
+def _shapes(value: Any) -> list[torch.Size]:
+    return [tensor.shape for tensor in trees.tensors(value)]
 
 
 def _entries(

@@ -1,5 +1,7 @@
 """An attribute that every run writes before it reads it is no state; one that a run reads first is."""
 
+from collections import deque
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -238,6 +240,57 @@ def test_a_state_that_is_read_in_a_container_keeps_the_batch_whole(kind):
     found = trained_from_state_to_state(kind, memory.forward_backward)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert "keeps state of its own" in memory.report().forwards[0].whole_because
+
+
+READ_RECORDS = {
+    "mean of the last": lambda loss, record: loss * (sum(record[-3:]) / len(record[-3:])),
+    "mean of all": lambda loss, record: loss + sum(record) / len(record) * loss,
+    "the first": lambda loss, record: loss / record[0],
+    "the one before": lambda loss, record: loss * loss.item() / record[-2] if len(record) > 1 else loss,
+}
+
+
+@pytest.mark.parametrize("kind", [list, deque])
+@pytest.mark.parametrize("entry", [torch.Tensor.item, torch.Tensor.detach])
+@pytest.mark.parametrize("read", READ_RECORDS)
+def test_a_record_of_losses_that_is_read_gives_the_gradients_of_whole_batches(read, entry, kind):
+    """It begins empty: of the first run, the mean is what that added itself, and it still is where that is added again.
+
+    The first loss divides all that come later, and keeps none of them whole.
+    """
+
+    def trained(run):
+        torch.manual_seed(0)
+        net, record = nn.Linear(4, 4).double(), kind()
+
+        def forward(x, y):
+            loss = F.mse_loss(net(x), y)
+            record.append(entry(loss))
+            return READ_RECORDS[read](loss, list(record))
+
+        for _ in range(3):
+            run(forward)
+        return net.weight.grad
+
+    expected = trained(lambda forward: forward(X, Y).backward())
+    memory = runtime.preset("16gb", micro_batches=3)
+    found = trained(lambda forward: memory.forward_backward(forward, X, Y))
+    assert torch.allclose(found, expected, rtol=1e-12)
+
+
+def test_a_record_holds_nothing_of_a_check_that_fails():
+    """Samples in the second dimension, which a check tries too, do not fit the network."""
+    net, record = nn.Linear(4, 4).double(), []
+
+    def forward(x, y):
+        loss = F.mse_loss(net(x), y)
+        record.append(loss.item())
+        return loss * sum(record)
+
+    memory = runtime.preset("16gb", micro_batches=3)
+    for _ in range(3):
+        memory.forward_backward(forward, X[:, 0], Y[:, 0])
+    assert len(record) == 3
 
 
 @pytest.mark.parametrize("kind", [dict, set])
