@@ -55,10 +55,15 @@ class Writes:
 
 
 class Draws:
-    """Random draws of a run on some rows, for runs on parts of those rows."""
+    """Random draws of a run on some rows, for runs on parts of those rows.
 
-    def __init__(self) -> None:
+    Args:
+        reverses: they come in reverse order, so that those which lie in an order by chance do not.
+    """
+
+    def __init__(self, reverses: bool = False) -> None:
         self.recorded: list[Any] = []
+        self._reverses = reverses
         self._start = 0
         self._rows = 0
         self._next: int | None = None
@@ -70,6 +75,8 @@ class Draws:
     def answer(self, drawn: Any) -> Any:
         """What an operation that drew `drawn` shall return."""
         if self._next is None:
+            if self._reverses:
+                drawn = trees.map_leaves(_reversed, drawn)
             # what was drawn may be written to later
             self.recorded.append(trees.map_leaves(_copied, drawn))
             return drawn
@@ -199,6 +206,10 @@ def strided(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from strided(item)
+
+
+def _reversed(leaf: Any) -> Any:
+    return leaf.copy_(leaf.flip(0)) if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
 
 
 def _copied(leaf: Any) -> Any:

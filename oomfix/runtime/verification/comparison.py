@@ -92,7 +92,7 @@ class _Comparison:
         self._how = how
         self._see = see
         self._writes = Writes()
-        self._draws = Draws()
+        self._draws = Draws(how.reverses)
         self._held_out = HeldOut()
         self._outside: list[torch.Tensor] = []
         self._storages: set[int] = set()

@@ -26,6 +26,7 @@ class Runs:
         light: only functions are watched, not every operation: for a forward known to draw no random numbers.
         replays: the parts draw the rows of what the whole drew. If not, they go on drawing, which is the same
             for a forward that draws sample by sample in a loop.
+        reverses: the whole draws the same in reverse order, see `probe.Draws`.
         ahead: numbers drawn beforehand from the generators of Python and NumPy, so that the runs draw others.
         mask_gaps: numbers of the comparisons whose masks get a gap in the first row, see `computed_masks`.
         opened: numbers of the hinges that give what goes in, see `hinges`.
@@ -43,6 +44,7 @@ class Runs:
     holds_out: bool = True
     replays: bool = True
     light: bool = False
+    reverses: bool = False
     ahead: int = 0
     mask_gaps: frozenset[int] = frozenset()
     opened: frozenset[int] = frozenset()

@@ -24,11 +24,14 @@ def by_repetition(few: FewRows, how: Runs, count: int) -> Verdict | None:
 
 
 def by_copies(few: FewRows, found: Found, how: Runs, count: int) -> Verdict | None:
-    """The verdict where each part is one row again and again; None where the forward fails, or picks no samples."""
+    """The verdict where each part is one row again and again; None where the forward fails, or picks no samples.
+
+    What is put into an order may have been drawn in that order, so it is drawn the other way round.
+    """
     if not found.picks:
         return None
     rows, cut = few.named(count), first_part(count)
-    return _judged(few, how, [*rows[:1] * cut, *rows[-1:] * (count - cut)])
+    return _judged(few, replace(how, reverses=True), [*rows[:1] * cut, *rows[-1:] * (count - cut)])
 
 
 def by_one_class(few: FewRows, how: Runs, count: int) -> Verdict | None:
