@@ -286,6 +286,23 @@ def test_masks_that_are_computed_count_too():
     assert calls == CALLS
 
 
+@pytest.mark.parametrize(
+    "mean", [lambda error, hard: (error * hard).sum() / hard.sum(), lambda error, hard: error[hard].mean()]
+)
+def test_masks_that_are_computed_count_from_the_first_call_on_though_they_leave_all_of_a_few_rows(mean):
+    """Hard entries: all of them, until the network has learned."""
+
+    def loss(output, target, mask):
+        error = (output - target).pow(2)
+        return mean(error, error.detach() > 1e-9)
+
+    data = batches(CALLS)
+    whole, _ = trained(loss, data)
+    split, calls = trained(loss, data, micro_batches=3)
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    assert calls == CALLS
+
+
 def marked(loss: Loss) -> Loss:
     """`loss` where masks mark what is left out, and ones leave nothing."""
     return lambda output, target, mask: loss(output, target, (mask == 0).double())
