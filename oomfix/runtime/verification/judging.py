@@ -4,7 +4,7 @@ import math
 
 from oomfix.runtime import simulation
 from oomfix.runtime.batches import outputs, rule_choice
-from oomfix.runtime.batches.outputs import Rule, Sum, Zero
+from oomfix.runtime.batches.outputs import Array, Inside, Mean, Rule, Sum, Zero
 from oomfix.runtime.state.gradients import CHANGES_GRADIENTS
 from oomfix.runtime.verification.evidence import Evidence
 from oomfix.runtime.verification.verdict import Verdict
@@ -135,8 +135,24 @@ def _alike_alone(evidence: Evidence) -> bool:
 
 
 def contradict(verdict: Verdict, other: Verdict) -> bool:
-    """Whether a loss is a sum on some rows and a mean on others: it is neither, as a mean over a few of them is."""
-    return other.rule is not None and (verdict.units == "calls") != (other.units == "calls")
+    """Whether a value is a sum or a mean on some rows and another one elsewhere: it is neither.
+
+    As is a mean over a few of them, or over what masks leave; with as many targets held out as a mask got gaps, that
+    looks like one over targets.
+    """
+    if verdict.rule is None or other.rule is None:
+        return False
+    are_told_apart = verdict.held and other.held
+    is_sum = (verdict.units == "calls") != (other.units == "calls")
+    return is_sum or (are_told_apart and _are_over_others(verdict.rule, other.rule))
+
+
+def _are_over_others(rule: Rule, other: Rule) -> bool:
+    if isinstance(rule, Inside) and isinstance(other, Inside):
+        return any(map(_are_over_others, rule.rules, other.rules))
+    if isinstance(rule, Array) and isinstance(other, Array):
+        return _are_over_others(rule.rule, other.rule)
+    return isinstance(rule, Mean) and isinstance(other, Mean) and rule.by != other.by
 
 
 def units(rule: Rule | None) -> str:
