@@ -38,6 +38,18 @@ def test_a_batch_left_out_here_and_there_does_not_make_it_seldom(before: str) ->
 
 
 @pytest.mark.parametrize(
+    "call",
+    [
+        "if i >= limit: break\n    else: torch.cuda.empty_cache()",
+        "if i < limit: torch.cuda.empty_cache()\n    else: raise StopIteration",
+    ],
+)
+def test_a_branch_beside_the_end_of_the_loop_is_taken_by_every_iteration(call: str) -> None:
+    line = 7 + call[: call.index("torch")].count("\n")
+    assert lines("pass", call) == [line]
+
+
+@pytest.mark.parametrize(
     ("before", "call"),
     [
         ("if i % 10 != 0: continue", "torch.cuda.empty_cache()"),

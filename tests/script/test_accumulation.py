@@ -477,7 +477,7 @@ def test_an_end_of_epochs_that_hold_no_whole_window_is_not_the_end_of_the_others
     assert report(ALTERNATIVES.format(test=test)) == ([("OOM302", 4)] if tail_is_lost else [])
 
 
-@pytest.mark.parametrize("flag", ["args.accum_steps > 1", "args.accum_steps != 1"])
+@pytest.mark.parametrize("flag", ["args.accum_steps > 1", "args.accum_steps != 1", "args.accum_steps > 0"])
 def test_whether_anything_is_accumulated_is_not_what_a_step_waits_for(report, flag):
     found = report(f"""
         for i, (x, y) in enumerate(loader):

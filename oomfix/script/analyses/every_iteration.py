@@ -11,12 +11,15 @@ from oomfix.script.syntax.patterns import Pattern
 
 _DEVICE_CHECK = Pattern(r"cuda|gpu|device", re.IGNORECASE)
 _MEMORY_CHECK = Pattern(r"mem|alloc|reserved|usage", re.IGNORECASE)
+_ENDS_THE_LOOP = (ast.Break, ast.Return, ast.Raise)
 
 
 def runs_every_iteration(event: Event) -> bool:
     """Whether nothing but a check for the device, or leaving out a batch, stands between the loop and an event."""
     return not event.site.handling_exception and all(
-        _leaves_out_a_batch(guard, event) or (guard.value and _asks_for_the_device(guard.test))
+        _leaves_out_a_batch(guard, event)
+        or _ends_the_loop_otherwise(guard)
+        or (guard.value and _asks_for_the_device(guard.test))
         for guard in event.site.guards
     )
 
@@ -32,12 +35,21 @@ def _leaves_out_a_batch(guard: Guard, event: Event) -> bool:
     decision = guard.statement
     if not isinstance(decision, ast.If) or guard.value or event.node.lineno <= (decision.end_lineno or 0):
         return False
-    return _always_leaves(decision.body) and not is_window_test(guard.test)
+    return _always_leaves(decision.body, (*_ENDS_THE_LOOP, ast.Continue)) and not is_window_test(guard.test)
 
 
-def _always_leaves(body: list[ast.stmt]) -> bool:
-    """Whether a block never comes through to what stands behind it."""
+def _ends_the_loop_otherwise(guard: Guard) -> bool:
+    """`if i >= limit: break` with an `else`: there is no iteration that goes on by the other branch."""
+    decision = guard.statement
+    if not isinstance(decision, ast.If):
+        return False
+    other = decision.orelse if guard.value else decision.body
+    return bool(other) and _always_leaves(other, _ENDS_THE_LOOP)
+
+
+def _always_leaves(body: list[ast.stmt], leaving: tuple[type[ast.stmt], ...]) -> bool:
+    """Whether a block always comes to such a statement, and never to what stands behind it."""
     last = body[-1]
     if isinstance(last, ast.If) and last.orelse:
-        return _always_leaves(last.body) and _always_leaves(last.orelse)
-    return isinstance(last, ast.Continue | ast.Break | ast.Return | ast.Raise)
+        return _always_leaves(last.body, leaving) and _always_leaves(last.orelse, leaving)
+    return isinstance(last, leaving)

@@ -131,18 +131,18 @@ def is_window_test(test: ast.expr) -> bool:
         if _remainder(node) is not None:
             return True
         if isinstance(node, ast.Name | ast.Attribute) and is_window_name(path_of(node) or ""):
-            return isinstance(test, ast.Compare | ast.BoolOp) and not _is_compared_with_one(test)
+            return isinstance(test, ast.Compare | ast.BoolOp) and not _asks_for_accumulation(test)
     return False
 
 
-def _is_compared_with_one(test: ast.expr) -> bool:
-    """`if args.accumulation_steps > 1:`: whether anything is accumulated at all."""
-    return (
-        isinstance(test, ast.Compare)
-        and isinstance(test.ops[0], ast.Gt | ast.LtE | ast.Eq | ast.NotEq)
-        and isinstance(test.comparators[0], ast.Constant)
-        and test.comparators[0].value == 1
-    )
+def _asks_for_accumulation(test: ast.expr) -> bool:
+    """`if args.accumulation_steps > 1:`, or `> 0`: whether anything is accumulated at all."""
+    match test:
+        case ast.Compare(ops=[ast.Gt() | ast.LtE()], comparators=[ast.Constant(0 | 1)]):
+            return True
+        case ast.Compare(ops=[ast.Eq() | ast.NotEq()], comparators=[ast.Constant(1)]):
+            return True
+    return False
 
 
 def _remainder(node: ast.AST) -> ast.expr | None:
