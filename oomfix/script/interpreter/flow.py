@@ -58,7 +58,7 @@ class Flow(Entering):
         truth = self.truth(self.evaluate(node.test))
         if _is_main_check(node.test):
             truth = True
-        if truth is not None:
+        if truth is not None and not self._comes_out_otherwise_later(node.test):
             self._block(node.body if truth else node.orelse)
             return
         before = self.state
@@ -80,6 +80,18 @@ class Flow(Entering):
         remember(self.frame, asked, sides)
         if self.frame.state is not None and (body_end is None) != (else_end is None):
             self.scopes.append(Guard(node, test, body_end is not None))
+
+    def _comes_out_otherwise_later(self, test: ast.expr) -> bool:
+        """`if total is None:`, of a name that is None ahead of a loop and set in it: it tells the first round apart."""
+        name, _ = narrowed_by(test)
+        binding = self.lookup(name.id) if name is not None else None
+        if name is None or binding is None or binding.value.constant is not None:
+            return False
+        return any(
+            isinstance(part, ast.Name) and part.id == name.id and isinstance(part.ctx, ast.Store)
+            for loop in self.loops[len(binding.loops) :]
+            for part in walk(loop)
+        )
 
     def _always_taken(self, node: ast.If) -> bool:
         """Whether a test holds wherever it is reached, being the last of several one of which must."""
