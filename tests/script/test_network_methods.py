@@ -633,6 +633,28 @@ def test_a_method_that_inverts_a_network_is_no_backward_though_it_is_called_so(r
     assert 23 in [loop.line for loop in read(INVERSE.format(undone="layer.backward(z)")).loops]
 
 
+@pytest.mark.parametrize(
+    ("undone", "found"),
+    [("z = layer.backward(z)", False), ("loss = layer.backward(loss)", True), ("layer.backward(z)", True)],
+)
+def test_what_takes_the_place_of_what_it_is_given_is_no_backward_of_layers_out_of_sight_either(read, undone, found):
+    loops = read(f"""
+        from torch import nn
+        from layers import Layer
+
+        class Flow(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+            def forward(self, z, loss):
+                for layer in self.layers:
+                    {undone}
+                return z, loss
+    """).loops
+    assert bool(loops) is found
+
+
 @pytest.mark.parametrize(("made", "lines"), [("nn.Linear(8, 2)", [15]), ("make_head(8, 2)", [])])
 def test_a_class_of_another_base_that_makes_layers_for_its_forward_is_a_network(report, made, lines):
     code = f"""

@@ -7,7 +7,12 @@ from itertools import islice
 
 from oomfix.script.facts import torch_facts
 from oomfix.script.facts.definitions import Instance
-from oomfix.script.facts.named_like import looks_like_optimizer, looks_like_sampling, looks_like_scaler
+from oomfix.script.facts.named_like import (
+    looks_like_loss,
+    looks_like_optimizer,
+    looks_like_sampling,
+    looks_like_scaler,
+)
 from oomfix.script.facts.trace import Backward, Forward, Guard, Step
 from oomfix.script.facts.values import (
     NO_ORIGINS,
@@ -55,9 +60,15 @@ class Training(Forwards):
         return NONE
 
     def _inverts_network(self, node: ast.Call, receiver: Value) -> bool:
-        """`z = layer.backward(z)`, where networks of the file have such a method: nothing is differentiated."""
+        """`z = layer.backward(z)`, which differentiates nothing, as `loss = engine.backward(loss)` does.
+
+        What networks of the file have such a method may give it another name.
+        """
         if not node.args or self.is_for_effect(node) or receiver.graph or receiver.is_tensor:
             return False
+        path, statement = path_of(node.args[0]), self.statement
+        if isinstance(statement, ast.Assign) and [path] == list(map(path_of, statement.targets)):
+            return path is not None and not looks_like_loss(path)
         own = [function.owner for function in self.functions if function.name == "backward"]
         return any(owner is not None and owner.is_module for owner in own)
 
