@@ -130,3 +130,43 @@ def test_what_is_attacked_in_a_test_is_evaluated_all_the_same(report):
                 right = (model(attacked).argmax(1) == y).sum().item()
     """
     assert report(code) == [("OOM201", 9)]
+
+
+ADAPTING = """
+    import torch
+
+    class Adapting(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+        def adapt(self, x, labels):
+            loss = criterion(self.head(x), labels)
+            for weight, grad in zip(self.head.parameters(), torch.autograd.grad(loss, list(self.head.parameters()))):
+                weight.fast = weight - 0.1 * grad
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+        def scores(self, x, labels):
+            {ahead}
+            return self.forward(x)
+
+        def train_loop(self, loader, optimizer):
+            for x, y in loader:
+                optimizer.zero_grad(set_to_none=True)
+                criterion(self.scores(x, y), y).backward()
+                optimizer.step()
+
+        def correct(self, x, y):
+            scores = self.scores(x, y)
+            return (scores.argmax(1) == y).sum().item()
+
+        def test_loop(self, loader):
+            print(sum(self.correct(x, y) for x, y in loader))
+"""
+
+
+@pytest.mark.parametrize(("ahead", "found"), [("self.adapt(x, labels)", []), ("pass", [("OOM201", 27)])])
+def test_an_evaluation_cannot_do_without_gradients_for_what_adapts_on_its_way(report, ahead, found):
+    assert [one for one in report(ADAPTING.format(ahead=ahead)) if one[0] == "OOM201"] == found

@@ -14,13 +14,30 @@ def where_asked_for(forwards: list[Forward], trace: Trace) -> list[Forward]:
     """Forwards in methods of networks that training runs as well, each at the call that an evaluation makes.
 
     `print(model.loss(x, y).item())`: there gradients can be turned off, where `def loss` calls the network they cannot.
+    Where what is called differentiates on its way, as what adapts to each task does, they can be turned off nowhere.
     """
     calls = {id(call): call for call in trace.followed}
-    trained = [forward for forward in trace.forwards.values() if forward.origin in trace.backpropagated]
+    through = trace.backpropagated - _only_asked_for_gradients(trace)
+    trained = [forward for forward in trace.forwards.values() if forward.origin in through]
     shared: set[Hashable] = {id(forward.node) for forward in trained}
     for forward in trained:
         shared |= {*forward.site.way, *map(id, forward.code.nodes if forward.code is not None else ())}
-    return [_at_caller(forward, calls, shared) for forward in forwards]
+    differentiating = {function for backward in trace.backwards for function in backward.site.functions}
+    found = []
+    for forward in forwards:
+        asked = _at_caller(forward, calls, shared)
+        within = forward.site.functions[: len(forward.site.functions) - len(asked.site.functions)]
+        if differentiating.isdisjoint(within):
+            found.append(asked)
+    return found
+
+
+def _only_asked_for_gradients(trace: Trace) -> frozenset[int]:
+    """What `torch.autograd.grad` goes back through, and no backward."""
+    asked, trained = set[int](), set[int]()
+    for backward in trace.backwards:
+        (asked if backward.is_grad_call else trained).update(backward.origins)
+    return frozenset(asked - trained)
 
 
 def where_graph_ends(forward: Forward, trace: Trace) -> Forward:
