@@ -15,6 +15,7 @@ from oomfix.script.syntax.names import path_of
 from oomfix.script.syntax.nodes import names_in, walk
 from oomfix.script.syntax.patterns import Pattern
 
+_LOADER = Pattern(r"loader(_\w+)?\d*$|(^|_)dl\d*$", re.IGNORECASE)
 _BATCH = Pattern(r"^(mini_?)?batch(_?(data|i|id|idx|index|no|num))?$", re.IGNORECASE)
 
 
@@ -25,8 +26,8 @@ def is_over_batches(loop: Loop) -> bool:
     iterable: ast.expr = loop.iter
     while isinstance(iterable, ast.Call) and iterable.args:
         iterable = iterable.args[0]  # `tqdm(enumerate(loader))`
-    named = (path_of(iterable) or "").lower().endswith("loader")
-    return named or any(isinstance(node, ast.Name) and _BATCH.match(node.id) for node in walk(loop.target))
+    named = _LOADER.search(path_of(iterable) or "")
+    return bool(named) or any(isinstance(node, ast.Name) and _BATCH.match(node.id) for node in walk(loop.target))
 
 
 def is_over_networks(forward: Forward) -> bool:

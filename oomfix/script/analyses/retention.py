@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 
 from oomfix.script.analyses.loops import is_over_batches
 from oomfix.script.facts.definitions import Function
@@ -14,6 +15,7 @@ from oomfix.script.syntax.nodes import names_in, walk
 from oomfix.script.syntax.patterns import Pattern
 
 _ATTENTION_NAME = Pattern(r"attn|attention", re.IGNORECASE)
+_EMPTYING = Pattern(r"(clear|reset|empty|flush)(_|$)", re.IGNORECASE)
 
 
 def kept_graphs(trace: Trace, training_runs: set[int], evaluation_forwards: list[Forward]) -> Iterator[Keep]:
@@ -31,7 +33,7 @@ def kept_graphs(trace: Trace, training_runs: set[int], evaluation_forwards: list
         or (number in trace.read_by_numpy and not _is_differentiated(keep, backwards_of.get(keep.site.function, ())))
     }
     for keep in trace.keeps.values():
-        if keep.manner == "add" and _goes_in_again(keep, trace):
+        if _goes_in_again(keep, trace) or _closes_a_window(keep, backwards_of.get(keep.site.function, ())):
             continue
         if not keep.certain or keep.node in seen or _is_given_to_another(keep, trace):
             continue
@@ -50,12 +52,19 @@ def kept_graphs(trace: Trace, training_runs: set[int], evaluation_forwards: list
 def _is_differentiated(keep: Keep, backwards: Iterable[Backward]) -> bool:
     """Whether a backward of its function runs on the very name that is kept."""
     kept = path_of(keep.value)
-    return kept is not None and any(
-        path_of(part) == kept
+    return kept is not None and any(_runs_on(backward, kept) for backward in backwards)
+
+
+def _closes_a_window(keep: Keep, backwards: Iterable[Backward]) -> bool:
+    """`loss += part`, and in other rounds of the same loop `loss.backward()`: what is added up is a loss."""
+    return keep.manner == "add" and any(
+        _runs_on(backward, keep.target) and not set(keep.crossed).isdisjoint(backward.site.loops)
         for backward in backwards
-        for part in walk(backward.node)
-        if isinstance(part, ast.Name | ast.Attribute)
     )
+
+
+def _runs_on(backward: Backward, path: str) -> bool:
+    return any(path_of(part) == path for part in walk(backward.node) if isinstance(part, ast.Name | ast.Attribute))
 
 
 def _grows_by_iteration(
@@ -159,7 +168,7 @@ def _run_by(function: Function) -> Iterator[ast.AST]:
 
 
 def _empties(statement: ast.AST, path: str) -> bool:
-    """`self.losses = []`, `self.losses.clear()`, `del self.losses[:]`."""
+    """`self.losses = []`, `self.losses.clear()`, `del self.losses[:]`, and `memory.clear()` of `memory.losses`."""
     if isinstance(statement, ast.Assign):
         return _resets(statement, path)
     if isinstance(statement, ast.Delete):
@@ -167,11 +176,16 @@ def _empties(statement: ast.AST, path: str) -> bool:
             path_of(target.value if isinstance(target, ast.Subscript) else target) == path
             for target in statement.targets
         )
-    return isinstance(statement, ast.Expr) and ast.unparse(statement.value) == f"{path}.clear()"
+    match statement:
+        case ast.Expr(ast.Call(ast.Attribute(holder, method), [], [])):
+            if path_of(holder) == path.rpartition(".")[0] != "self":
+                return bool(_EMPTYING.match(method))
+            return path_of(holder) == path and method == "clear"
+    return False
 
 
 def _goes_in_again(keep: Keep, trace: Trace) -> bool:
-    """`x = x - step * net(x)`: a sample in the making and no total; what to mend is the forward, or the state."""
+    """`x = x - step * net(x)`, `x = torch.cat([x, net(x)])`: a sample in the making; mend the forward, or the state."""
     given = (argument for forward in trace.forwards_of(keep.origins) for argument in forward.given)
     return any(isinstance(part, ast.expr) and path_of(part) == keep.target for node in given for part in walk(node))
 
@@ -190,13 +204,24 @@ def _is_given_to_another(keep: Keep, trace: Trace) -> bool:
 
 def _is_part_of_one(keep: Keep, trace: Trace, training_runs: set[int]) -> bool:
     """Whether what is kept is a part of one graph, that of all rounds of its loop."""
+    if _goes_through_layers(keep.crossed):
+        return True
     if len(keep.crossed) != 1:
         return False
-    if _runs_layer_by_layer(keep.crossed[0]) or _is_of_an_ensemble(keep):
+    if _is_of_an_ensemble(keep):
         return True
     if not _goes_on_through_all(keep, trace):
         return False
     return isinstance(keep.node, ast.Subscript) or _is_of_one_sample(keep, training_runs)
+
+
+def _goes_through_layers(loops: tuple[Loop, ...]) -> bool:
+    """Whether loops go through layers, also block by block: `for block in blocks: for layer in block: x = layer(x)`."""
+    if not loops or not _runs_layer_by_layer(loops[-1]):
+        return False
+    return all(
+        not isinstance(inner, ast.While) and path_of(inner.iter) in _taken_by(outer) for outer, inner in pairwise(loops)
+    )
 
 
 def _runs_layer_by_layer(loop: Loop) -> bool:
@@ -206,7 +231,7 @@ def _runs_layer_by_layer(loop: Loop) -> bool:
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
         and path_of(node.value.func) in layers
-        and not {*map(path_of, node.targets)}.isdisjoint({*map(path_of, node.value.args)} - {None})
+        and not set().union(*map(names_in, node.targets)).isdisjoint(map(path_of, node.value.args))
         for node in walk(loop)
     )
 
