@@ -57,27 +57,26 @@ def _test_of(backward: ast.stmt, reading: Reading) -> _Tested | None:
 def _edits(tested: _Tested, optimizer: str, reading: Reading) -> Iterator[Edit]:
     layout, (branch, side, other, backward) = reading.layout, tested
     ahead = side[: side.index(backward)]
-    header = reading.blocks.header_of(backward)
-    chunk = layout.chunk(backward, side, header)
-    around = layout.chunk(branch, reading.blocks.block_of(branch), reading.blocks.header_of(branch))
-    resets = [layout.chunk(one, side, header) for one in ahead if frees_gradients_of(one, optimizer)]
-    if chunk is None or around is None or len(resets) < len(ahead) or any(reset is None for reset in resets):
+    if not all(frees_gradients_of(one, optimizer) for one in ahead):
+        return
+    taken = [chunk for one in (*ahead, backward) if (chunk := _chunk(one, side, reading)) is not None]
+    around = _chunk(branch, reading.blocks.block_of(branch), reading)
+    below = _chunk(other[0], other, reading) if other else around
+    if around is None or below is None or len(taken) <= len(ahead) or (other and other[0].lineno == branch.lineno):
         return
     inner, newline = layout.margin(backward), layout.newline
-    if other and (layout.own_lines(other[0]) is None or other[0].lineno == branch.lineno):
-        return
-    yield from (Edit(*layout.whole(lines), "") for lines in (*resets, chunk) if lines is not None)
+    yield from (Edit(*layout.whole(lines), "") for lines in taken)
+    moved = layout.moved(taken[-1], inner, layout.margin(branch))
     here = layout.span(around)[0]
-    moved = layout.moved(chunk, inner, layout.margin(branch))
     yield Edit(here, here, newline.join([*moved, ""]))
-    yield _reset(tested, f"{inner}{optimizer}.zero_grad()", around, reading)
+    reset = f"{inner}{optimizer}.zero_grad()"
+    if other:
+        here = layout.span(below)[0]
+        yield Edit(here, here, f"{reset}{newline}")
+    else:
+        end = layout.span(around._replace(last=layout.last_line(branch)))[1]
+        yield Edit(end, end, f"{newline}{layout.margin(branch)}else:{newline}{reset}")
 
 
-def _reset(tested: _Tested, reset: str, around: Lines, reading: Reading) -> Edit:
-    """The edit that resets gradients on the other side."""
-    layout = reading.layout
-    if tested.other:
-        here = reading.source.line_starts[tested.other[0].lineno - 1]
-        return Edit(here, here, f"{reset}{layout.newline}")
-    end = layout.span(around._replace(last=layout.last_line(tested.branch)))[1]
-    return Edit(end, end, f"{layout.newline}{layout.margin(tested.branch)}else:{layout.newline}{reset}")
+def _chunk(statement: ast.stmt, block: list[ast.stmt], reading: Reading) -> Lines | None:
+    return reading.layout.chunk(statement, block, reading.blocks.header_of(statement))
