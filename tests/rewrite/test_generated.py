@@ -99,7 +99,9 @@ def scripts(draw) -> Generated:
         step = [*step, zero] if late else step
     branched = amp and not windowed and draw(st.booleans())
     # without a window, where the gradients of the batches ahead of a skipped one would have to stay
-    guard = [] if windowed or draw(st.booleans()) else ["if not torch.isfinite(loss):", f"    {LEAVING[place]}"]
+    ways = ["not at all"] if windowed else ["not at all", "skipped", *([] if branched else ["trained"])]
+    guarded = draw(st.sampled_from(ways))
+    guard = ["if not torch.isfinite(loss):", f"    {LEAVING[place]}"] if guarded == "skipped" else []
     if draw(st.booleans()):
         step = [*step, "scheduler.step()"]
 
@@ -116,10 +118,12 @@ def scripts(draw) -> Generated:
             ]
             plain = [line for line in plain if "scaler" not in line]
             train = ["if use_amp:", *(f"    {line}" for line in train), "else:", *(f"    {line}" for line in plain)]
+        if guarded == "trained":
+            train = ["if torch.isfinite(loss):", *(f"    {line}" for line in train)]
         lines = [*ahead, "seen += x.size(0)", *loss, *guard, *keep, *between, *rescale, *train, *after]
         if whole:
             lines = [line.replace("% window == 0:", "% window == 0 or i + 1 == len(loader):") for line in lines]
-        return TOP + (BAD_ROW if guard else "") + PLACES[place](header, fetch, lines, epochs) + END
+        return TOP + (BAD_ROW if guarded != "not at all" else "") + PLACES[place](header, fetch, lines, epochs) + END
 
     if not folded or kind == "sized":
         # the window of a sum over samples stays as it is
