@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from oomfix import runtime
+from oomfix.profile.compat import OutOfMemoryError
 
 LOSSES = {
     "mean squares": lambda output, target: F.mse_loss(output, target),
@@ -138,3 +139,22 @@ def test_a_loop_over_samples_that_all_have_something_is_split(loss):
         memory.forward_backward(forward, *batch)
         torch.testing.assert_close(net.weight.grad, expected, rtol=1e-10, atol=1e-12)
     assert memory.report().forwards[0].whole_because is None
+
+
+def test_an_evaluation_of_images_of_which_some_have_no_boxes_for_the_first_time_is_checked():
+    """It has no graph that tells what a loop has left out."""
+    torch.manual_seed(0)
+    net, memory = nn.Linear(4, 3).double(), runtime.preset("16gb")
+
+    def forward(outputs, targets):
+        if len(outputs) > 5:
+            raise OutOfMemoryError("CUDA out of memory")
+        losses = [F.mse_loss(net(x), y) for x, y in zip(outputs, targets, strict=True) if len(x)]
+        return sum(losses) / len(losses)
+
+    for number in range(2):
+        outputs, targets = images(12, (), number)
+        expected = torch.stack([F.mse_loss(net(x), y) for x, y in zip(outputs, targets, strict=True)]).mean()
+        torch.testing.assert_close(memory.evaluate(forward, outputs, targets), expected.detach())
+    with pytest.raises(runtime.DoesNotFitError, match="depend on each other"):
+        memory.evaluate(forward, *images(12, (1, 4, 5), 2))

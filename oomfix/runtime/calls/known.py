@@ -134,8 +134,8 @@ class Known:
     def keep_whole(self, batch: Batch) -> None:
         """Leave what has been whole before in `batch` whole: a short batch may be as long as it is.
 
-        What comes as cut for the first time, or in lists of entries that differ in length for the first time, shows
-        something new, so the verdict is forgotten.
+        What comes as cut for the first time, or in lists of entries that differ in length for the first time, or of
+        which some are empty, shows something new, so the verdict is forgotten.
         """
         reading = batch.reading
         batch.whole = self._whole_places.get(reading, frozenset())
@@ -144,7 +144,7 @@ class Known:
         if self.verdict is not None and any(self._cut_before.get(place) != cut for place, cut in layout.items()):
             self.verdict = None
         self._cut_before.update(layout)
-        ragged = [len(set(numbers)) > 1 for numbers in batch.numbers_per_sample()]
+        ragged = [is_so for one in batch.numbers_per_sample() for is_so in (len(set(one)) > 1, 0 in one)]
         if len(ragged) != len(self._ragged):
             self._ragged = ragged
         elif any(now and not before for now, before in zip(ragged, self._ragged, strict=True)):
