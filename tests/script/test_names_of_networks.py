@@ -304,3 +304,20 @@ def test_capitals_that_are_given_settings_alone_are_a_class(report, made, found)
             return made
     """
     assert report(code) == found
+
+
+@pytest.mark.parametrize(
+    ("bound", "found"),
+    [("tokenizer.get_symbol", []), ("parts.encode_all", [("OOM201", 5)]), ("parts.decoder", [("OOM201", 5)])],
+)
+def test_what_is_bound_to_a_function_named_by_a_verb_is_no_network(report, bound, found):
+    assert (
+        report(f"""
+        def sample(tokenizer, parts, words):
+            decoder = {bound}
+            print(*words)
+            for word in words:
+                print(decoder(word).argmax().item())
+    """)
+        == found
+    )

@@ -143,6 +143,11 @@ def looks_like_module(name: str) -> bool:
     return len(last) > 2 and bool(_MODULE_NAME.search(last))
 
 
+def is_named_by_a_verb(path: str) -> bool:
+    """Whether the last name of a path says what is done, as `get_symbol` does, and not what it is."""
+    return bool(_VERB.match(last_of(path).lstrip("_")))
+
+
 def is_average_of_network(name: str) -> bool:
     """`G_ema`, `g_ema`: the running average of a network that is named by a letter."""
     return bool(_AVERAGE_NAME.match(name))

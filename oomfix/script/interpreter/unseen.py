@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from oomfix.script.facts import torch_facts
 from oomfix.script.facts.named_like import (
     is_average_of_network,
+    is_named_by_a_verb,
     looks_like_detaching,
     looks_like_encoding,
     looks_like_logging,
@@ -110,7 +111,7 @@ class Unseen(Containers):
         if self._takes_the_name_of(node, path) or (named and self._is_entry_of_makers(node.func)):
             return self._network_made(node)
         makes = last.endswith("_cls") or last.isupper()  # `model_cls(**config)` and `GAN(**config)` make one
-        named = named and not (self._is_a_transform(path) or self._is_method_of_an_object(node))
+        named = named and not (self._is_another_function(path) or self._is_method_of_an_object(node))
         named = named and (bool(given.positional) or not makes)
         if not (self.hints.is_module(path) or named):
             return None
@@ -164,10 +165,12 @@ class Unseen(Containers):
         """Whether what is called like a criterion has parameters, and is given no outputs of a network."""
         return path in self.hints.distributed and not combine(given.all).graph
 
-    def _is_a_transform(self, path: str) -> bool:
-        """`transformer = data_transforms["val"]`: what makes samples of images."""
+    def _is_another_function(self, path: str) -> bool:
+        """`transformer = data_transforms["val"]`, `decoder = tokenizer.get_symbol`: no network, whatever its name."""
         binding = self.lookup(path)
         value = binding.statement.value if binding is not None and isinstance(binding.statement, ast.Assign) else None
+        if isinstance(value, ast.Name | ast.Attribute) and is_named_by_a_verb(path_of(value) or ""):
+            return True
         while isinstance(value, ast.Call | ast.Subscript):
             value = value.func if isinstance(value, ast.Call) else value.value
         return value is not None and bool(_TRANSFORMS.search(path_of(value) or ""))
