@@ -122,6 +122,9 @@ SUMS = """
     [
         "total.add_(loss)",
         "total.sub_(loss, alpha=-1)",
+        "total = sum([total, loss])",
+        "total = sum((loss, total))",
+        "total = torch.add(total, loss)",
         "sums[key] = sums.get(key, 0) + loss",
         "sums[key] = sums[key] + loss",
         "sums[key] += loss",

@@ -14,8 +14,9 @@ def added_to(node: ast.expr, path: str) -> list[ast.expr]:
     for part in _parts(node):
         if isinstance(part, ast.BinOp) and _adds_to(part, path):
             return [term for term in _terms(part, path) if not _adds_to(term, path)]
-        if path in map(path_of, _concatenated(part)):
-            return [element for element in _concatenated(part) if path_of(element) != path]
+        for joined in (_concatenated(part), _summed(part)):
+            if path in map(path_of, joined):
+                return [element for element in joined if path_of(element) != path]
     return _added_to_copy(node, path)
 
 
@@ -53,6 +54,16 @@ def _concatenated(node: ast.expr) -> list[ast.expr]:
     if not isinstance(node, ast.Call) or path_of(node.func) not in _CONCATENATIONS or not node.args:
         return []
     return node.args[0].elts if isinstance(node.args[0], ast.Tuple | ast.List) else []
+
+
+def _summed(node: ast.expr) -> list[ast.expr]:
+    """The terms of `sum([total, loss])` and `torch.add(total, loss)`, where they are written down."""
+    match node:
+        case ast.Call(ast.Name("sum"), [ast.Tuple(terms) | ast.List(terms)], []):
+            return terms
+        case ast.Call(ast.Attribute(ast.Name("torch"), "add"), [_, _] as terms, []):
+            return terms
+    return []
 
 
 def _added_to_copy(node: ast.expr, path: str) -> list[ast.expr]:
