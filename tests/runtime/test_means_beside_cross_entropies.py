@@ -66,3 +66,25 @@ def test_means_over_all_beside_a_mask_still_split(trains):
         found = run(forward, x, y, mask)
         expected = [F.cross_entropy(output, y.where(mask > 0, -100)), output.pow(2).mean(), mask.sum()]
         torch.testing.assert_close([*found], expected)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_window_of_class_weighted_means_is_weighed_by_targets_whatever_classes_a_check_has_met(micro_batches):
+    """Of rows that come again, the weights may be in proportion to their number, where both means are one."""
+    torch.manual_seed(0)
+    weight, wrong = torch.tensor([0.5, 1.0, 2.0, 0.1]).double(), []
+    for seed in range(12):
+        generator = torch.Generator().manual_seed(seed)
+        net = nn.Linear(6, 4).double()
+        runtime.reset()
+        memory = runtime.preset("16gb", micro_batches=micro_batches)
+        batches = [
+            (torch.randn(8, 6, generator=generator).double(), torch.randint(0, 4, (8,), generator=generator))
+            for _ in range(2)
+        ]
+        for x, y in memory.accumulate(batches, 2):
+            memory.forward_backward(lambda x, y, net=net: F.cross_entropy(net(x), y, weight=weight), x, y)
+        x, y = map(torch.cat, zip(*batches, strict=True))
+        expected = torch.autograd.grad(F.cross_entropy(net(x), y, weight=weight), net.weight)[0]
+        wrong += [] if torch.allclose(net.weight.grad, expected, rtol=1e-9) else [seed]
+    assert not wrong

@@ -71,6 +71,12 @@ def _choose(whole: Any, parts: Sequence[Any], weights: Sequence[Weight], roundin
     return Inside(tuple(rules), keys)
 
 
+def are_told_apart(weights: Sequence[Weight]) -> bool:
+    """Whether means over samples and over targets show to be different ones."""
+    first = weights[0]
+    return any(weight.targets * first.rows != weight.rows * first.targets for weight in weights)
+
+
 def likely(value: Any, micro: Any) -> Rule:
     """The rule that the shape and type of a value suggest, for splits that were asked for unverified.
 
@@ -145,8 +151,7 @@ def _choose_scalar(
 ) -> Rule | None:
     """A value that has the same shape for any number of rows: mean, sum, or independent of them."""
     # where targets are in proportion to rows, both means are one; that over rows is refused later where they are not
-    first = weights[0]
-    by_targets = any(weight.targets * first.rows != weight.rows * first.targets for weight in weights)
+    first, by_targets = weights[0], are_told_apart(weights)
     total = Sum(counts)
     rules: list[Rule] = [total]
     if not counts:

@@ -86,6 +86,7 @@ def judge(evidence: Evidence, trust: bool = False, rows: int = 0) -> Verdict:
         own_targets=evidence.own_targets,
         counted_means=evidence.counted_means,
         held=evidence.held,
+        tells_means=rule_choice.are_told_apart(evidence.shares),
         drew=evidence.drew,
         calls=0 if evidence.drew else evidence.calls,
         draws=evidence.draws,
@@ -142,9 +143,8 @@ def contradict(verdict: Verdict, other: Verdict) -> bool:
     """
     if verdict.rule is None or other.rule is None:
         return False
-    are_told_apart = verdict.held and other.held
     is_sum = (verdict.units == "calls") != (other.units == "calls")
-    return is_sum or (are_told_apart and _are_over_others(verdict.rule, other.rule))
+    return is_sum or (verdict.tells_means and other.tells_means and _are_over_others(verdict.rule, other.rule))
 
 
 def _are_over_others(rule: Rule, other: Rule) -> bool:

@@ -172,6 +172,7 @@ def confirmed(few: FewRows, earlier: Verdict, count: int) -> Verdict | None:
         earlier,
         drew=verdict.drew,
         held=verdict.held,
+        tells_means=verdict.tells_means,
         single_rows=verdict.single_rows,
         calls=earlier.calls or verdict.calls,
         needs_gradients=False,

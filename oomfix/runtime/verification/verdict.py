@@ -34,6 +34,7 @@ class Verdict:
         means: of each that its loss has besides, taken by the program itself, whether it counts samples (a constant
             does not); not of those that a loop over samples takes.
         held: a cross entropy was run with targets held out, so a mean over targets would have been seen.
+        tells_means: its parts had targets out of proportion to their samples, so means over both are told apart.
         needs_gradients: the forward fails without a graph.
         differentiates: it runs a backward of its own (gradient penalties).
         drew: it draws random numbers.
@@ -65,6 +66,7 @@ class Verdict:
     from_nothing: bool = False
     means: tuple[bool, ...] = ()
     held: bool = False
+    tells_means: bool = False
     needs_gradients: bool = False
     differentiates: bool = False
     drew: bool = True
