@@ -36,7 +36,7 @@ ROUNDS = [
         "36a",
         "cd32818",
         "2026-11-29",
-        """As mixed as public training code is, of which 13 scripts were drawn for what they keep, add up or evaluate; 47 scripts.
+        """As mixed as public training code is; 13 of the 47 scripts were drawn for what they keep, add up or evaluate.
 Missed are a window behind a flag that is compared with 0, outputs joined under a name that is None ahead of its loop,
 a detector of another file beside a `GradScaler` that no autocast goes with, and a call beside the end of a loop. All
 but the detector are mended.""",
