@@ -73,14 +73,14 @@ def test_a_window_of_class_weighted_means_is_weighed_by_targets_whatever_classes
     """Of rows that come again, the weights may be in proportion to their number, where both means are one."""
     torch.manual_seed(0)
     weight, wrong = torch.tensor([0.5, 1.0, 2.0, 0.1]).double(), []
-    for seed in range(12):
+    for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         net = nn.Linear(6, 4).double()
         runtime.reset()
         memory = runtime.preset("16gb", micro_batches=micro_batches)
         batches = [
-            (torch.randn(8, 6, generator=generator).double(), torch.randint(0, 4, (8,), generator=generator))
-            for _ in range(2)
+            (torch.randn(rows, 6, generator=generator).double(), torch.randint(0, 4, (rows,), generator=generator))
+            for rows in (4, 8)
         ]
         for x, y in memory.accumulate(batches, 2):
             memory.forward_backward(lambda x, y, net=net: F.cross_entropy(net(x), y, weight=weight), x, y)

@@ -145,7 +145,8 @@ def _judge(evidence: Evidence) -> Verdict:
         tolerance = _TOLERANCE[gradient.dtype]
         if error > tolerance * max(scale, tolerance * largest):
             return Verdict(None, GRADIENTS_DEPEND)
-    return Verdict(rule, units=units(rule)) if largest else Verdict(None, FLAT, undecided=True)
+    tells_means = rule_choice.are_told_apart(evidence.shares)
+    return Verdict(rule, units=units(rule), tells_means=tells_means) if largest else Verdict(None, FLAT, undecided=True)
 
 
 def _reached(of_runs: list[list[torch.Tensor | None]]) -> list[list[torch.Tensor]]:

@@ -1,6 +1,7 @@
 """The verdict that the results of a comparison give: is the result of the whole made of those of its parts?"""
 
 import math
+from dataclasses import replace
 
 from oomfix.runtime import simulation
 from oomfix.runtime.batches import outputs, rule_choice
@@ -153,6 +154,24 @@ def _are_over_others(rule: Rule, other: Rule) -> bool:
     if isinstance(rule, Array) and isinstance(other, Array):
         return _are_over_others(rule.rule, other.rule)
     return isinstance(rule, Mean) and isinstance(other, Mean) and rule.by != other.by
+
+
+def settled(verdict: Verdict, other: Verdict) -> Verdict:
+    """`verdict`, over what another one says that its means are, where its own rows have left that open."""
+    if verdict.rule is None or other.rule is None or verdict.tells_means or not other.tells_means:
+        return verdict
+    if type(verdict.rule) is not type(other.rule):
+        return verdict  # one is that of the loss alone
+    rule = _with_means_of(verdict.rule, other.rule)
+    return replace(verdict, rule=rule, units=other.units, tells_means=True)
+
+
+def _with_means_of(rule: Rule, other: Rule) -> Rule:
+    if isinstance(rule, Inside) and isinstance(other, Inside):
+        return replace(rule, rules=tuple(map(_with_means_of, rule.rules, other.rules)))
+    if isinstance(rule, Array) and isinstance(other, Array):
+        return Array(_with_means_of(rule.rule, other.rule))
+    return other if isinstance(rule, Mean) and isinstance(other, Mean) else rule
 
 
 def units(rule: Rule | None) -> str:

@@ -30,6 +30,7 @@ from oomfix.runtime.verification.judging import (
     OPEN,
     SEVERAL_DEPEND,
     contradict,
+    settled,
 )
 from oomfix.runtime.verification.mask_check import by_computed_masks, by_empty_masks, by_masks, by_other_rows
 from oomfix.runtime.verification.repetition_check import by_copies, by_one_class, by_repetition
@@ -311,6 +312,7 @@ def _confirmed_closer(rows: FewRows, found: Found, counts: RowCounts, with_gradi
             return other
         if other is not None and contradict(verdict, other):
             return Verdict(None, DEPEND)
+        verdict = verdict if other is None else settled(verdict, other)
     gradients, telling = None, Telling(verdict.units == "rows", bool(found.closed_hinges))
     if with_gradients:
         # a graph needs more memory than the runs of a check without one
@@ -329,6 +331,7 @@ def _confirmed_closer(rows: FewRows, found: Found, counts: RowCounts, with_gradi
             return more.verdict
     if contradict(verdict, gradients):
         return Verdict(None, DEPEND)
+    verdict = settled(verdict, gradients)
     verdict = by_telling_rows(rows, verdict, how, found.rows, telling)
     if verdict.rule is None:
         return verdict
