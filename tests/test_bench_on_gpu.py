@@ -69,6 +69,7 @@ def test_other_errors_are_not_taken_for_it():
         raise ZeroDivisionError
 
 
+@pytest.mark.slow
 def test_every_contender_of_the_comparison_gets_a_row(card, monkeypatch):
     """But for the other libraries, which look for their own kind of card."""
     of_others = ("Accelerate", "Fabric", "oomfix, preset 12", "oomfix, preset 24", "oomfix, preset 4")

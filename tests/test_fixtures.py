@@ -83,7 +83,7 @@ def test_the_tiny_run_repeats_itself_and_learns(name, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir()), "a run leaves no file"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["few_shot", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
 @pytest.mark.filterwarnings(QUIET)
 def test_seed_and_epochs_count_next_to_tiny(name, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

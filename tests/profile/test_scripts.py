@@ -223,6 +223,7 @@ def test_few_shot_does_not_fit_the_card_it_died_on(runs):
     )
 
 
+@pytest.mark.slow
 def test_fine_grained_needs_what_its_table_says_for_batch_16(runs):
     """40-45 GB were written down for the paper's original configuration."""
     found = runs("fine_grained").found
@@ -248,6 +249,7 @@ def test_retinopathy_fits_and_leaks_until_it_does_not(runs):
     assert any("full after" in line for line in lines(found))
 
 
+@pytest.mark.slow
 def test_camouflage_survives_stage_1_and_dies_in_the_first_iteration_of_stage_2(runs):
     """14.74 GiB; only part of what torch had reserved there was in use, and the rest too scattered to serve."""
     run = runs("camouflage")

@@ -77,7 +77,15 @@ def test_fixtures_become_their_golden_files(name):
         assert after.text == golden.replace("16gb", preset)
 
 
-@pytest.mark.parametrize("name", ["char_transformer", "digits_cnn", "digits_mlp", "gan", "phases"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "digits_mlp",
+        "gan",
+        "phases",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("char_transformer", "digits_cnn")),
+    ],
+)
 def test_scaled_gradients_are_unscaled_before_they_are_clipped_and_stepped(name):
     """In fp16 the loss is scaled by 65536: a clip or a step that saw scaled gradients would be far off."""
     text = (HERE / "scripts" / f"{name}.py").read_text()

@@ -34,7 +34,7 @@ def with_labels_in_pieces(model: nn.Module, batch: dict[str, Any]) -> torch.Tens
     )
 
 
-@pytest.mark.parametrize("micro_batches", [2, 5])
+@pytest.mark.parametrize("micro_batches", [5, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", [with_pieces, with_layers, with_labels_in_pieces])
 def test_labels_are_found_behind_lists_that_differ_in_length_and_in_them(caplog, loss, micro_batches):
     data: list[Any] = []

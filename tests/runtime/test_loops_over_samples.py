@@ -40,7 +40,7 @@ def images(count, empty, seed):
 
 @pytest.mark.parametrize("total", TOTALS)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("micro_batches", [2, 5])
+@pytest.mark.parametrize("micro_batches", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_a_mean_over_images_with_boxes_is_seen_at_the_first_call_that_has_some_without(total, loss, micro_batches):
     """The third call is not checked, and graphs of loops differ from micro-batch to micro-batch anyway."""
     torch.manual_seed(0)

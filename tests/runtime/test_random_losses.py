@@ -34,7 +34,7 @@ def differing(made: RandomLoss, seed: int) -> tuple[list[int], int]:
     return wrong, sum(known.split_calls for known in memory._forwards)
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 10) for start in range(0, 40, 10)])
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 40), marks=pytest.mark.slow)], ids=["few", "more"])
 def test_gradients_in_parts_are_those_of_the_whole_or_nothing_is_split(seeds):
     split = 0
     for seed in seeds:

@@ -241,12 +241,13 @@ class PerTime(nn.Module):
         return self.layer(x).tanh().mean(1)
 
 
-def test_a_batch_64_times_what_the_card_holds_trains_to_the_losses_of_the_whole():
+@pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_batch_64_times_what_the_card_holds_trains_to_the_losses_of_the_whole(steps):
     torch.manual_seed(0)
     model = PerTime()
-    batches = [(torch.randn(128, 20, 6), torch.randint(0, 4, (128,))) for _ in range(100)]
+    batches = [(torch.randn(128, 20, 6), torch.randint(0, 4, (128,))) for _ in range(steps)]
 
-    def losses(card=None, steps=100, **overrides):
+    def losses(card=None, steps=steps, **overrides):
         memory = manager(split="verified", **overrides)
         trained, rows = memory.prepare(copy.deepcopy(model)), []
         optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)

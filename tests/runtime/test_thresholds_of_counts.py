@@ -65,7 +65,7 @@ ROUNDED = [
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-@pytest.mark.parametrize("least", [0, 4])
+@pytest.mark.parametrize("least", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_factor_that_jumps_or_bends_with_a_count_leaves_the_batch_whole(factor, least):
     """Also where no row has any of what is counted, or all rows of one part of those that are checked."""
 

@@ -122,7 +122,7 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize("micro_batches", [3, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", [of_two_masks, divided_by_hand, at_least_one, of_torch, weighted, *BY_HAND])
 def test_means_over_different_numbers_of_samples_are_split(loss, micro_batches):
     assert split_calls(loss, labelled(6), micro_batches=micro_batches) >= 4

@@ -14,6 +14,7 @@ from oomfix.runtime.verification.divisors import counting, divisors, numbers
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ROWS, TIMES = 12, 6
+MORE_MASKS = [pytest.param("ragged", marks=pytest.mark.slow)]  # the first two batches of "later"
 CALLS = 6  # of which the first, the second and the fourth are checked
 
 MEANS: dict[str, Loss] = {
@@ -174,7 +175,7 @@ def trained(loss: Loss, data: list[tuple[torch.Tensor, ...]], **overrides: objec
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]), known.split_calls
 
 
-@pytest.mark.parametrize("masks", ["ragged", "full", "empty", "later"])
+@pytest.mark.parametrize("masks", ["full", "later", *MORE_MASKS, pytest.param("empty", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MEANS)
 def test_means_over_what_a_mask_leaves_train_in_parts_as_whole(name, masks):
     data = batches(CALLS, masks)
@@ -184,7 +185,9 @@ def test_means_over_what_a_mask_leaves_train_in_parts_as_whole(name, masks):
     assert calls == CALLS
 
 
-@pytest.mark.parametrize("masks", ["ragged", "full", "empty", "later", "nothing"])
+@pytest.mark.parametrize(
+    "masks", ["empty", "later", "nothing", *MORE_MASKS, pytest.param("full", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_means_whose_divisor_is_kept_away_from_0_train_in_parts_as_whole(name, masks):
     """No part divides by the least number, or some, or all, or the batch does too, where every second one is empty."""
