@@ -18,6 +18,11 @@ torch = pytest.importorskip("torch")
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ["few_shot", "fine_grained", "clip", "retinopathy", "camouflage"]
+FEW_AND_MORE = [
+    "few_shot",
+    "clip",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("few_shot", "clip")),
+]
 QUIET = "ignore:.*(torch.cuda.amp|CUDA is not available|lr_scheduler)"
 LOSS = re.compile(r"^epoch (\d+): train loss (\d+\.\d{6})\b", re.MULTILINE)
 
@@ -63,7 +68,7 @@ def tiny(name: str) -> tuple[ModuleType, object]:
     return module, module.parse_args(["--tiny"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FEW_AND_MORE)
 @pytest.mark.filterwarnings(QUIET)
 def test_the_tiny_run_repeats_itself_and_learns(name, tmp_path, monkeypatch, capsys):
     """Two processes, one of them this one, print the same; losses end lower than each sequence of epochs began."""
@@ -83,7 +88,7 @@ def test_the_tiny_run_repeats_itself_and_learns(name, tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir()), "a run leaves no file"
 
 
-@pytest.mark.parametrize("name", ["few_shot", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
+@pytest.mark.parametrize("name", FEW_AND_MORE)
 @pytest.mark.filterwarnings(QUIET)
 def test_seed_and_epochs_count_next_to_tiny(name, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

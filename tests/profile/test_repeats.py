@@ -98,9 +98,9 @@ def test_what_is_reported_is_to_the_byte_what_running_everything_reports(simulat
 @pytest.mark.parametrize(
     "parts",
     [
-        {"evaluated": "kept.append(logits)"},
+        pytest.param({"evaluated": "kept.append(logits)"}, marks=pytest.mark.slow),
         {"trained": "kept.append(loss)"},
-        {"inside": "kept.append(x * 2)"},
+        pytest.param({"inside": "kept.append(x * 2)"}, marks=pytest.mark.slow),
     ],
     ids=["outputs are kept", "graphs are kept", "the forward keeps a tensor"],
 )
