@@ -31,7 +31,7 @@ _COUNTER = Pattern(
 _NOT_DATA = Pattern(
     r"(^|_)(model|net|network|encoder|decoder|criterion|criteria|loss_fn|loss_func|loss_function|loss_fct|optim\w*|"
     r"sched\w*|scaler|args|cfg|config|conf|opt|opts|hparams|params|device|logger|writer|epoch|epochs|loader|dataloader|"
-    r"self|lr|gpu|tokenizer|vocab|batch_size|gamma|discount_factor|teacher_forcing(_ratio)?|temperature)$|"
+    r"self|lr|gpu|tokenizer|vocab|batch_size|teacher_forcing(_ratio)?)$|"
     r"^(criterion|tokenizer)_",
     re.IGNORECASE,
 )

@@ -447,7 +447,9 @@ for x, y in loader:
         ("scale=0.5", "x, y"),
         ("scale: float", "x, y"),
         ("scale: int = None", "x, y"),
-        ("gamma", "x, y"),
+        ("teacher_forcing_ratio", "x, y"),
+        # a replay buffer may give one for each sample
+        ("gamma", "x, scale, y"),
         ("scale", "x, scale, y"),
         ("scale=None", "x, scale, y"),
         ("scale: torch.Tensor", "x, scale, y"),
