@@ -76,6 +76,14 @@ def without_graph() -> ValueError:
     )
 
 
+def has_hooks() -> RuntimeError:
+    """The error for gradients that are computed ahead, and would pass a hook then and in their backward once more."""
+    return RuntimeError(
+        "memory.loss: its loss reaches a tensor with a hook, which would see each gradient twice; call the forward "
+        "itself, whose backward passes it once"
+    )
+
+
 def check_is_first_backward(error: BaseException) -> None:
     """Refuse the loss of a forward whose graph a backward has passed already, which is what `error` says.
 

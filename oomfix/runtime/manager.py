@@ -14,6 +14,7 @@ from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, 
 from oomfix.runtime.batches.batch import Batch
 from oomfix.runtime.batches.outputs import detached, the_loss
 from oomfix.runtime.calls.accumulation import Window, windows
+from oomfix.runtime.calls.gradients_ahead import GradientsAhead
 from oomfix.runtime.calls.iteration import Iteration
 from oomfix.runtime.calls.known import KnownForwards
 from oomfix.runtime.calls.late_backward import backward_of
@@ -65,6 +66,7 @@ class MemoryManager:
         self._scaler: LossScaler | None = None
         self._ladder = Ladder(preset, self._prepared)
         self._splitter = Splitter(preset, self._ladder)
+        self._ahead = GradientsAhead(preset, self._ladder)
         self._calls = RecoveringCalls(preset, self._ladder, self._prepared)
         self._steps = 0
         self._janitor = CacheJanitor()
@@ -163,6 +165,38 @@ class MemoryManager:
             return self._forward_of_nothing(forward, cut)
         known = self._forwards.about(forward, True, cut, self._prepared)
         return self._splitter.run(Iteration(known, forward, cut, trains=True), self._window, self.scaler)
+
+    def loss(self, forward: Callable[..., Any], /, *batch: Any, batch_size: int | None = None, **named: Any) -> Any:
+        """As `forward_backward`, where something else runs the backward: Accelerate, Fabric, a scaler of timm.
+
+            loss = memory.loss(forward, x, y)
+            accelerator.backward(loss)
+
+        Forward and backward run in this call, in as many pieces as memory requires. Their gradients are kept apart, in
+        as much memory as `.grad` takes, until the backward of the loss multiplies them by what comes down to it (a loss
+        scale, a division by the number of batches) and adds them to what `.grad` holds. The precision, the scaling and
+        the accumulation stay those of whoever runs it. Arguments as for `forward_backward`.
+
+        Where several processes train together, or a parameter has a hook, the forward runs as it is written.
+
+        Returns:
+            What `forward` returned, as for the whole batch, detached but for the loss.
+
+        Raises:
+            DoesNotFitError, TypeError, ValueError: as for `forward_backward`.
+            RuntimeError: inside of `memory.accumulate`, whose window only `memory.forward_backward` knows of; or the
+                loss reaches a tensor with a hook that is no parameter of a module; or, in its backward, the second one.
+        """
+        check_forward(forward)
+        cut = Batch(batch, named, batch_size)
+        if self._window.length > 1:
+            raise RuntimeError(
+                "memory.loss: its backward is not weighed in a window of memory.accumulate; divide the loss by the "
+                "number of batches, or call memory.forward_backward"
+            )
+        if self.off:
+            return forward(*cut.args, **cut.kwargs)
+        return self._ahead.result(forward, cut, self._prepared)
 
     def evaluate(self, forward: Callable[..., Any], /, *batch: Any, batch_size: int | None = None, **named: Any) -> Any:
         """Run `forward(*batch, **named)` without gradients, in pieces where the whole does not fit.
@@ -357,12 +391,12 @@ class MemoryManager:
         scaler = self._scaler if self._scaler is not None and self._scaler.is_enabled() else None
         return Report(
             preset=self.preset.name,
-            forwards=forward_reports(self._forwards, self.preset, trains=True)
+            forwards=forward_reports((*self._forwards, *self._ahead.forwards), self.preset, trains=True)
             + forward_reports(self._evaluations, self.preset, trains=False),
             steps=self._steps,
             skipped_steps=self.skipped_steps,
             loss_scale=None if scaler is None else scaler.get_scale(),
-            retries=self._splitter.retries,
+            retries=self._splitter.retries + self._ahead.splitter.retries,
             windows=self._window.count,
             techniques=(*self._ladder.reports(), *self._lean_steps),
         )

@@ -13,7 +13,7 @@ from oomfix.runtime import precision
 from oomfix.runtime.calls import sizing
 from oomfix.runtime.calls.accumulation import Window
 from oomfix.runtime.calls.distributed import ELSEWHERE, Outcome
-from oomfix.runtime.calls.iteration import Iteration
+from oomfix.runtime.calls.iteration import Iteration, Scales
 from oomfix.runtime.calls.known import Known
 from oomfix.runtime.calls.weighing import CannotSplit
 from oomfix.runtime.memory.oom import DoesNotFitError, free_what_is_left, is_out_of_memory
@@ -49,12 +49,12 @@ class Splitter:
         self._limited = False
         self._said: set[str] = set()
 
-    def run(self, iteration: Iteration, window: Window, scaler: torch.amp.GradScaler) -> Any:
+    def run(self, iteration: Iteration, window: Window, scaler: Scales) -> Any:
         """Run an iteration; when it does not fit, put everything back and run it in smaller pieces."""
         with iteration.known.ranks.together(iteration.trains, window.is_complete_with_the_next()):
             return self._run(iteration, window, scaler)
 
-    def _run(self, iteration: Iteration, window: Window, scaler: torch.amp.GradScaler) -> Any:
+    def _run(self, iteration: Iteration, window: Window, scaler: Scales) -> Any:
         known = iteration.known
         self._begin(iteration, window)
         blamed: str | None = None
@@ -106,7 +106,7 @@ class Splitter:
             iteration.room = self._room
 
     @staticmethod
-    def _try(iteration: Iteration, parts: int, scaler: torch.amp.GradScaler) -> tuple[Outcome | None, Any, str]:
+    def _try(iteration: Iteration, parts: int, scaler: Scales) -> tuple[Outcome | None, Any, str]:
         """How running `parts` micro-batches ended, the result, and what an error said; None: to be run once more."""
         known, ranks = iteration.known, iteration.known.ranks
         # an exception keeps the frames that failed, and they keep their tensors: only its text leaves the `except`

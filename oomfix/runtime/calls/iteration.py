@@ -11,12 +11,12 @@ from before, and remembers what was learned.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from oomfix.runtime import compat
-from oomfix.runtime.arguments import check_is_first_backward, without_graph
+from oomfix.runtime.arguments import check_is_first_backward, has_hooks, without_graph
 from oomfix.runtime.batches import outputs
 from oomfix.runtime.batches.batch import Batch, balanced
 from oomfix.runtime.batches.bounds import Bounds
@@ -50,6 +50,12 @@ from oomfix.runtime.verification.truths import Truths
 from oomfix.runtime.verification.verdict import Verdict
 
 
+class Scales(Protocol):
+    """What a loss is multiplied by, as by a `torch.amp.GradScaler`."""
+
+    def scale(self, loss: torch.Tensor, /) -> torch.Tensor: ...
+
+
 class Iteration:
     """The batch of one call. Made when the call begins: what it may change is remembered then.
 
@@ -58,6 +64,7 @@ class Iteration:
         forward: the caller's function.
         batch: its arguments.
         trains: run backward too.
+        keeps_apart: do not add the gradients to those from before.
 
     Attributes:
         room: holds the memory of the optimizer's state while this is set.
@@ -66,9 +73,12 @@ class Iteration:
         graph_is_spent: a backward that failed has come to a graph made before the call, which none can pass again.
         refused: why this call has to run whole, though its forward may be split elsewhere; None: it need not.
         calls: of the forward.
+        apart: in the end, the leaves that got a gradient, each with it, if these are to be kept apart.
     """
 
-    def __init__(self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool) -> None:
+    def __init__(
+        self, known: Known, forward: Callable[..., Any], batch: Batch, trains: bool, keeps_apart: bool = False
+    ) -> None:
         self.known = known
         self.forward = forward
         if known.reading is not None:
@@ -84,6 +94,8 @@ class Iteration:
             self._tensors = self.batch.tensors()
         self._others = [one for one in (*self.batch.args, *self.batch.kwargs.values()) if type(one) is not torch.Tensor]
         self.trains = trains
+        self._keeps_apart = keeps_apart
+        self.apart: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.room: OptimizerRoom | None = None
         self.weighing: Weighing | None = None
         self.in_window = False
@@ -141,7 +153,7 @@ class Iteration:
         if self.in_window:
             self.weighing = Weighing(self.known.name, self.batch, window)
 
-    def run(self, parts: int, scaler: torch.amp.GradScaler) -> Any:
+    def run(self, parts: int, scaler: Scales) -> Any:
         """Forward and backward of `parts` micro-batches; returns the result as of the whole batch, detached.
 
         Raises:
@@ -173,7 +185,7 @@ class Iteration:
             self._gradients.cover(self._border.leaves_behind())
             self._border.flow_on()
 
-    def run_smallest(self, parts: int, scaler: torch.amp.GradScaler) -> None:
+    def run_smallest(self, parts: int, scaler: Scales) -> None:
         """Forward and backward as often as `run` would, on the fewest samples: what other processes wait for."""
         for _ in range(parts):
             result = self.call_smallest()
@@ -234,11 +246,14 @@ class Iteration:
             return
         if self.weighing is not None:
             self.weighing.meet(self._gradients)
-        self._gradients.merge()
+        if self._keeps_apart:
+            self.apart = self._gradients.take()
+        else:
+            self._gradients.merge()
         if self.weighing is not None:
             self.weighing.end()
 
-    def _run_whole(self, scaler: torch.amp.GradScaler) -> Any:
+    def _run_whole(self, scaler: Scales) -> Any:
         verdict = self.known.verdict
         bounds = Bounds() if self.weighing is not None and self.weighing.asks_for_bounds(verdict) else None
         # most calls find no gradients, and are known to leave none
@@ -271,7 +286,7 @@ class Iteration:
             known.writes_gradients = True
         return result
 
-    def _run_parts(self, parts: int, scaler: torch.amp.GradScaler) -> Any:
+    def _run_parts(self, parts: int, scaler: Scales) -> Any:
         found = self.known.verdict
         assert found is not None and found.rule is not None
         if self.weighing is None:
@@ -367,12 +382,14 @@ class Iteration:
             result = self.calls.run(args, kwargs)
         return result, [Counted(weight, weight) for weight in probe.nll_weights]
 
-    def _backward(self, loss: torch.Tensor, share: float, scaler: torch.amp.GradScaler) -> None:
+    def _backward(self, loss: torch.Tensor, share: float, scaler: Scales) -> None:
         known = self.known
         explores = known.explores
         # what the loss reaches may change at any call; a whole call outside a window is put back as it failed
-        if self._parts > 1 or self.in_window or self._border is not None or explores:
+        if self._parts > 1 or self.in_window or self._border is not None or explores or self._keeps_apart:
             found = reach(loss)
+            if self._keeps_apart and any(map(has_hook, found.leaves)):
+                raise has_hooks()
             # what a reentrant checkpoint runs again in backward meets them as they are
             finds = self._border is not None and self._border.has_found_more
             if found.began_before(self._first_node) or (found.hides_leaves and finds):

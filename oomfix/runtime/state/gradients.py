@@ -97,6 +97,18 @@ class GradientsAside:
         for leaf in self.leaves:
             leaf.grad = self.earlier(leaf)
 
+    def take(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Take the gradients of this call off, so that leaves hold what they held before it.
+
+        Returns:
+            The leaves that got one, each with its gradient.
+        """
+        taken = [(leaf, leaf.grad) for leaf in self.leaves if leaf.grad is not None]
+        for key, leaf in self._covered.items():
+            # what the forward has reset is gone, as it would be without us
+            leaf.grad = None if key in self._reset else self.earlier(leaf)
+        return taken
+
     def scale(self, factor: float) -> None:
         """Multiply the gradients of this call."""
         if factor == 1.0:

@@ -1,0 +1,150 @@
+"""`memory.loss(forward, *batch)`: the gradients of a call, computed ahead of a backward that something else runs.
+
+Accelerate, Fabric and scalers such as timm's are given a loss whose graph exists, and no batch can be cut any more. So
+the call runs forward and backward at once, in as many pieces as memory asks for, and keeps the gradients apart. The
+loss that it returns has a graph of one node: a backward is linear in what comes down to it, so that node multiplies
+them and passes them on.
+
+Half precision needs the loss scaled while they are computed, and who scales it is not seen before. They are computed
+with what came down to the loss of the call before, at the first call with what a GradScaler begins with. Where nothing
+changes that, the factor is 1, and the gradients of a whole batch are bitwise those of its own backward; at the first
+call they are if what comes down is a power of two, and else rounded once more.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from oomfix.presets import Preset
+from oomfix.runtime import trees
+from oomfix.runtime.batches.batch import Batch
+from oomfix.runtime.batches.outputs import the_loss
+from oomfix.runtime.calls.accumulation import Window
+from oomfix.runtime.calls.iteration import Iteration
+from oomfix.runtime.calls.known import Known, KnownForwards
+from oomfix.runtime.recovery.ladder import Ladder
+from oomfix.runtime.splitter import Splitter
+
+_log = logging.getLogger("oomfix")
+_FIRST_SCALE = 2.0**16  # that of torch.amp.GradScaler
+
+
+class GradientsAhead:
+    """Losses whose backward something else runs.
+
+    Args:
+        preset: the policies; the precision is that of whoever runs the backward.
+        ladder: the techniques for calls that splitting does not make fit.
+
+    Attributes:
+        forwards: what is known about each forward.
+        splitter: what runs them.
+    """
+
+    def __init__(self, preset: Preset, ladder: Ladder) -> None:
+        self.forwards = KnownForwards(preset.first_micro_batches)
+        self.splitter = Splitter(replace(preset, precision="fp32"), ladder)
+        self._scales: weakref.WeakKeyDictionary[Known, _Scale] = weakref.WeakKeyDictionary()
+        self._said: set[str] = set()
+
+    def result(self, forward: Callable[..., Any], batch: Batch, prepared: Iterable[nn.Module]) -> Any:
+        """What `forward` returns, as for the whole batch, with a loss that passes on what was computed.
+
+        Raises:
+            RuntimeError: the loss reaches a tensor with a hook.
+        """
+        known = self.forwards.about(forward, True, batch, prepared)
+        reason = known.must_be_whole() if known.ranks.alone else "several processes train together"
+        if reason is not None:
+            self._say(f"{known.name}: batches run whole, because {reason}.")
+            return forward(*batch.args, **batch.kwargs)
+        scale = self._scales.setdefault(known, _Scale())
+        iteration = Iteration(known, forward, batch, trains=True, keeps_apart=True)
+        computed_with = scale.value
+        result = self.splitter.run(iteration, Window(), scale)
+        leaves = [leaf for leaf, _ in iteration.apart]
+        ahead = _Ahead([gradient for _, gradient in iteration.apart], scale, computed_with)
+        iteration.apart = []
+        loss = the_loss(result)
+        with_graph = _PassOn.apply(loss, ahead, *leaves)  # type: ignore[no-untyped-call]
+        return trees.map_leaves(lambda leaf: with_graph if leaf is loss else leaf, result)
+
+    def _say(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            _log.warning(message)
+
+
+class _Scale:
+    """What the losses of one forward are multiplied by, in place of a `GradScaler`.
+
+    Attributes:
+        value: a number, or a tensor [] with one.
+    """
+
+    def __init__(self) -> None:
+        self.value: float | torch.Tensor = _FIRST_SCALE
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss`, multiplied."""
+        return loss * self.value
+
+    def follow(self, coming: torch.Tensor) -> None:
+        """Take over what came down to a loss, unless no gradient can be made with that; the device is not waited for.
+
+        Args:
+            coming: a tensor [].
+        """
+        value = torch.as_tensor(self.value, dtype=coming.dtype, device=coming.device)
+        self.value = torch.where(coming.isfinite() & (coming != 0), coming, value)
+
+
+class _Ahead:
+    """Gradients until their backward.
+
+    Args:
+        gradients: of the leaves, multiplied by a scale.
+        scale: of the forward's next call.
+        computed_with: what they are multiplied by.
+    """
+
+    def __init__(self, gradients: list[torch.Tensor], scale: _Scale, computed_with: float | torch.Tensor) -> None:
+        self._gradients: list[torch.Tensor] | None = gradients
+        self._scale = scale
+        self._computed_with = computed_with
+
+    def passed_on(self, coming: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients for what comes down to their loss: a tensor [] or [1]."""
+        if self._gradients is None:
+            raise RuntimeError(
+                "memory.loss: a second backward through a loss whose gradients have been passed on; add the losses "
+                "up and run one backward, or call the forward again"
+            )
+        gradients, self._gradients = self._gradients, None
+        coming = coming.reshape(())
+        factor = coming / self._computed_with
+        factors = {coming.device: factor}
+        for gradient in gradients:
+            if gradient.device not in factors:
+                factors[gradient.device] = factor.to(gradient.device)
+            gradient.mul_(factors[gradient.device])
+        self._scale.follow(coming)
+        return gradients
+
+
+class _PassOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, ahead: _Ahead, *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.ahead = ahead
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, coming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.ahead.passed_on(coming)
