@@ -56,6 +56,7 @@ class Recorder:
         self._wrap(torch.amp.GradScaler, "scale", self._around_scale)
         self._wrap(torch.autocast, "__enter__", self._around_autocast)
         self._wrap(MemoryManager, "forward_backward", self._around_forward_backward)
+        self._wrap(MemoryManager, "loss", self._around_loss)
         self._wrap(MemoryManager, "backward", self._around_manager_backward)
         self._wrap(Iteration, "run", self._around_iteration)
         return self
@@ -123,11 +124,15 @@ class Recorder:
         self._backpropagated(loss, manager._window.length)
         return self._inside(original, manager, loss, **kwargs)
 
-    def _around_forward_backward(self, original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    def _around_loss(self, original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
         state = None if "random draws" in self.seen else _random_state()
         result = self._inside(original, manager, *args, **kwargs)
         if state is not None and not all(map(torch.equal, state, _random_state())):
             self.seen.add("random draws")
+        return result
+
+    def _around_forward_backward(self, original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._around_loss(original, manager, *args, **kwargs)
         loss = result.get("loss") if isinstance(result, dict) else result
         loss = loss[0] if isinstance(loss, tuple | list) else loss
         self._backpropagated(loss, manager._window.length)

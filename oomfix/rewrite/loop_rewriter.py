@@ -261,7 +261,9 @@ class LoopRewriter:
             said = f"{written.argument} for the loader in line {written.line}"
             written.verdict.notes.append(self._begun.with_lines_before(said))
         for verdict in self.verdicts:
-            if verdict.form != "none" and verdict.sees_scale is not None:
+            if verdict.form != "none" and verdict.handed_to is not None:
+                verdict.notes.append(f"{verdict.handed_to}; where several processes train, batches run whole")
+            elif verdict.form != "none" and verdict.sees_scale is not None:
                 said = f"{_SAID[scaling]}: {self._begun.with_lines_before(verdict.sees_scale)}"
                 verdict.notes.append(said)
             if verdict.form == "micro-batched" and verdict.state is not None:

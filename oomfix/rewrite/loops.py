@@ -19,6 +19,7 @@ from oomfix.script.facts.trace import Backward, Step
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import walk
 
+_TAKE_A_LOSS = ("accelerate", "fabric")
 _SHARDING = {
     f"torch.distributed.fsdp.{module}FullyShardedDataParallel" for module in ("", "fully_sharded_data_parallel.")
 }
@@ -41,7 +42,7 @@ class Judge:
 
     def __init__(self, reading: Reading) -> None:
         self._reading, self._script = reading, reading.script
-        self._blocks, self._amp = reading.blocks, reading.amp
+        self._blocks, self._amp, self._layout = reading.blocks, reading.amp, reading.layout
         self._watch = ScaleWatch(reading)
         self._unscaled = UnscaledGradients(reading)
         self._manager = manager_in(reading.script)
@@ -49,6 +50,11 @@ class Judge:
     def verdicts(self) -> list[Verdict]:
         """One verdict per training loop, by line."""
         verdicts = [self._judge(loop) for loop in self._reading.loops]
+        if any(verdict.form != "none" and verdict.handed_to is None for verdict in verdicts):
+            # one manager serves the whole file, in one precision
+            for verdict in verdicts:
+                if verdict.form != "none" and verdict.handed_to is not None:
+                    verdict.leave(verdict.handed_to)
         self.leave_shared(verdicts)
         return verdicts
 
@@ -56,6 +62,7 @@ class Judge:
         backwards = list({id(event.node): event for event in loop.backwards if not event.is_grad_call}.values())
         steps = list({id(event.node): event for event in (*loop.steps, *loop.later_steps)}.values())
         verdict = Verdict(loop, backwards=backwards, steps=steps)
+        verdict.handed_to = self._handed_to(loop, backwards)
         reason = self._why_left_alone(verdict)
         if reason is not None:
             verdict.leave(reason)
@@ -69,6 +76,11 @@ class Judge:
 
     def _why_left_alone(self, verdict: Verdict) -> str | None:
         loop = verdict.loop
+        if self._trains_through_manager(loop):
+            return _FRAMEWORKS["oomfix"]
+        if verdict.handed_to is not None:
+            verdict.sees_scale = verdict.handed_to
+            return None
         if loop.framework is not None:
             return _FRAMEWORKS.get(loop.framework, f"{loop.framework} runs the training")
         if (library := self._other_library(verdict)) is not None:
@@ -93,6 +105,25 @@ class Judge:
         if verdict.scaled and verdict.sees_scale is None:
             verdict.sees_scale = self._amp.why_left_alone(verdict.backwards)
         return None
+
+    def _handed_to(self, loop: TrainingLoop, backwards: list[Backward]) -> str | None:
+        """What to say of who is given the loss of a loop and runs its backward, if `memory.loss` may compute it."""
+        out_of_sight = [event for event in backwards if not isinstance(event.node.func, ast.Attribute)]
+        if len(backwards) != 1 or not (loop.framework in _TAKE_A_LOSS or out_of_sight):
+            return None
+        from oomfix.rewrite.facts.handed_losses import handed_loss  # few scripts have such a loop
+
+        made = handed_loss(backwards[0], self._blocks)
+        if made is None or self._layout.own_lines(made.made_by) is None:
+            return None
+        if out_of_sight:
+            return f"`{ast.unparse(backwards[0].node.func)}` runs the backward and the step"
+        return _FRAMEWORKS[loop.framework or ""]
+
+    def _trains_through_manager(self, loop: TrainingLoop) -> bool:
+        """Whether the loss that a framework is given comes from `memory.loss`."""
+        calls = (node for node in walk(loop.node) if isinstance(node, ast.Call))
+        return self._manager is not None and any(path_of(call.func) == f"{self._manager}.loss" for call in calls)
 
     def _other_library(self, verdict: Verdict) -> str | None:
         """The library, other than torch, that an optimizer of the loop is made by."""
@@ -290,11 +321,12 @@ class Judge:
     def _why_not_lifted(self, verdict: Verdict) -> str | None:
         for event in verdict.backwards:
             line = event.node.lineno
-            if not isinstance(next(self._blocks.ancestors(event.node)), ast.Expr):
+            is_handed = verdict.handed_to is not None
+            if not is_handed and not isinstance(next(self._blocks.ancestors(event.node)), ast.Expr):
                 return f"the backward in line {line} is part of an expression"
             if any(self._carries_over(other, verdict) for other in verdict.loop.backwards if other.node is event.node):
                 return f"what the backward in line {line} goes through is carried over from the iteration before"
-            if self._retains(event):
+            if not is_handed and self._retains(event):
                 return f"the backward in line {line} keeps its graph for another one, or starts from a gradient"
             if (reason := self._why_statement_stays(event, verdict)) is not None:
                 return reason

@@ -59,6 +59,7 @@ class Verdict:
         scaled: whether the script scales its loss.
         state: why the batches of a lifted slice run whole: what it leaves behind, or hands on from row to row.
         runs_ahead: networks run outside of the lifted slices, for more than one of them.
+        handed_to: who is given the loss, and runs its backward; None: the script does.
         said: what else the summary has to say of a lifted slice.
         notes: what else the summary has to say.
     """
@@ -73,13 +74,15 @@ class Verdict:
     sees_scale: str | None = None
     state: str | None = None
     runs_ahead: bool = False
+    handed_to: str | None = None
     said: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
 
     @property
     def scaled(self) -> bool:
-        """Whether the script itself scales its loss."""
-        return any(event.scaled for event in self.backwards)
+        """Whether the script itself scales its loss, or something else that it is handed to."""
+        is_handed = self.handed_to is not None and self.form != "none"
+        return is_handed or any(event.scaled for event in self.backwards)
 
     def become(self, lifted: Lifted) -> None:
         """Take over what an attempt to lift its slices made of the loop."""

@@ -13,6 +13,7 @@ from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.scale import reads_gradients
 from oomfix.rewrite.facts.verdict import Scaling, Verdict
 from oomfix.rewrite.in_place.resets import Resets
+from oomfix.rewrite.text.layout import Lines
 from oomfix.rewrite.text.removal import without
 from oomfix.script.facts.trace import Backward, Step
 from oomfix.script.syntax.edits import Edit, bounds
@@ -43,7 +44,11 @@ class InPlace:
         backwards = {id(event.node): event for verdict in rewritten for event in verdict.backwards}
         liftable = {id(call) for verdict in rewritten for call in verdict.liftable}
         steps = {id(step.node): step for verdict in rewritten for step in verdict.steps}
-        edits = [self._backward(event, id(event.node) in liftable) for event in backwards.values()]
+        handed = {id(e.node) for verdict in rewritten if verdict.handed_to is not None for e in verdict.backwards}
+        edits = [
+            self._where_it_is_made(event) if key in handed else self._backward(event, key in liftable)
+            for key, event in backwards.items()
+        ]
         if self._scaling == "script's":
             return edits
         edits += self._amp.edits(self._name, self._layout, list(backwards.values()), list(steps.values()))
@@ -54,6 +59,17 @@ class InPlace:
         for verdict in rewritten if self._scaling == "ours" else ():
             edits += self._unscaled(verdict, [event.node for event in backwards.values()])
         return list(dict.fromkeys(edits))
+
+    def _where_it_is_made(self, event: Backward) -> Edit:
+        """A backward of the manager behind what computes a loss that is handed to something else; it is lifted."""
+        from oomfix.rewrite.facts.handed_losses import handed_loss  # few scripts have such a loop
+
+        loss = handed_loss(event, self._blocks)
+        assert loss is not None
+        end = self._layout.last_line(loss.made_by)
+        behind = self._layout.span(Lines(end, end))[1]
+        text = f"{self._layout.newline}{self._layout.margin(loss.made_by)}{self._name}.backward({loss.name})"
+        return Edit(behind, behind, text)
 
     def _backward(self, event: Backward, lifted: bool) -> Edit:
         assert isinstance(event.node.func, ast.Attribute)

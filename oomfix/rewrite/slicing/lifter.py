@@ -65,7 +65,7 @@ def lift_backwards(reading: Reading, order: list[tuple[Verdict, bool]], manager:
     for verdict in {id(verdict): verdict for verdict, _ in wanted}.values():
         of_loop = calls_of[id(verdict)]
         try:
-            edits, lifted = lifter.lift(of_loop)
+            edits, lifted = lifter.lift(of_loop, "forward_backward" if verdict.handed_to is None else "loss")
         except CannotLift as problem:
             reason = _among_several(str(problem), [call.lineno for call in of_loop])
             edits, lifted = [], Lifted(reason, problem.line if isinstance(problem, JoinedStatements) else None)
@@ -118,23 +118,27 @@ class _Lifter:
         self._ahead = RunAhead(reading)
         self._reached = 0
 
-    def lift(self, calls: list[ast.Call]) -> tuple[list[Edit], Lifted]:
+    def lift(self, calls: list[ast.Call], method: str) -> tuple[list[Edit], Lifted]:
         """The edits that lift the slices of the backwards of one loop, in program order, and what is said of them.
 
         What runs a network ahead of one backward for a later one stays where it is, and is given to both slices: the
         samples of a generator, of which its discriminator sees copies without their graph first.
 
+        Args:
+            calls: the backwards.
+            method: of the manager, which runs the functions.
+
         Raises:
             CannotLift: a slice has to stay where it is, or a backward goes through what an earlier slice computed.
         """
         try:
-            return self._lift_all(calls, set())
+            return self._lift_all(calls, set(), method)
         except CannotLift as problem:
             if not (run_ahead := self._ahead.of(calls)):
                 raise
             reason, reached = problem, self._reached
         try:
-            edits, lifted = self._lift_all(calls, run_ahead)
+            edits, lifted = self._lift_all(calls, run_ahead, method)
         except CannotLift as problem:
             # the attempt that came further than the other, and than the first loss, tells what is in the way
             raise (problem if self._reached >= max(reached, 1) else reason) from None
@@ -143,7 +147,7 @@ class _Lifter:
         whole = [f"line {line} runs its network on whole batches: a later loss needs what it gives" for line in lines]
         return edits, lifted._replace(said=(*lifted.said, *whole), runs_ahead=True)
 
-    def _lift_all(self, calls: list[ast.Call], outside: set[ast.stmt]) -> tuple[list[Edit], Lifted]:
+    def _lift_all(self, calls: list[ast.Call], outside: set[ast.stmt], method: str) -> tuple[list[Edit], Lifted]:
         lifts: list[Lift] = []
         lifted: list[ast.Call] = []
         edits: list[Edit] = []
@@ -169,7 +173,7 @@ class _Lifter:
             check_graphs_not_asked(lift)
             number = sum(other.site.scope is site.scope for other in before) + 1
             function = self._function if number == 1 else f"{self._function}_{number}"
-            edits += self._lifting.edits(lift, function)
+            edits += self._lifting.edits(lift, function, method)
             lifts.append(lift)
             lifted.append(call)
         for lift, call in zip(lifts, lifted, strict=True):

@@ -31,19 +31,20 @@ class Lifting:
         self._manager = manager
         self._unread = names.one_of("loss", "batch_loss")
         """For a loss that nobody reads where `_` is taken."""
-        self._function = ""
+        self._function = self._method = ""
         self._parted = -1
         """Where the text goes on below an edit that ends with a blank line."""
 
-    def edits(self, lift: Lift, function: str) -> list[Edit]:
-        """The edits that put a slice into a function of this name, and call it in place of the backward.
+    def edits(self, lift: Lift, function: str, method: str) -> list[Edit]:
+        """The edits that put a slice into a function of this name, and have a method of the manager run it.
 
-        What stood between moves behind the call; comments and blank lines stay with their statements.
+        The call takes the place of the backward. What stood between moves behind it; comments and blank lines stay with
+        their statements.
 
         Raises:
             CannotLift: statements share lines, so that their text cannot be moved.
         """
-        self._function = function
+        self._function, self._method = function, f"{self._manager}.{method}"
         text = _Text(lift, self._layout)
         definition = self._definition(lift, text)
         after = [line for statement in lift.after for line in text.moved(statement, text.margin)]
@@ -52,7 +53,7 @@ class Lifting:
             return [*self._around_branch(lift, text, definition, after), *self._without_names(lift)]
         backward = text.chunk(lift.site.statement)
         comments = self._layout.moved(Lines(backward.first, lift.site.statement.lineno - 1), text.margin, text.margin)
-        call = self._call(lift, f"{self._manager}.forward_backward", text.margin)
+        call = self._call(lift, self._method, text.margin)
         end = self._layout.last_line(lift.site.statement)
         below = self._layout.moved(Lines(end + 1, backward.last), text.margin, text.margin)
         _, stop = self._layout.span(backward)
@@ -123,7 +124,7 @@ class Lifting:
         if self._layout.own_lines(statement) is None:
             raise JoinedStatements(statement.lineno)
         inner = self._layout.margin(statement)
-        call = newline.join(self._call(lift, f"{self._manager}.forward_backward", inner))
+        call = newline.join(self._call(lift, self._method, inner))
         edits = [Edit(text.start, start, newline.join([*definition, "", ""]))]
         if lift.reading:
             edits += self._ahead_of_readers(lift, call)

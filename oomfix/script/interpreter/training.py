@@ -265,7 +265,7 @@ class Training(Forwards):
 
     def _memory_method(self, node: ast.Call, name: str, given: Given) -> Value:
         arguments = given.positional
-        if name in ("forward_backward", "evaluate") and arguments and arguments[0].kind is Kind.FUNCTION:
+        if name in ("forward_backward", "loss", "evaluate") and arguments and arguments[0].kind is Kind.FUNCTION:
             return self._memory_forward(node, name, given)
         if name == "forward" and arguments:
             return self._memory_call(node, given)
@@ -294,14 +294,17 @@ class Training(Forwards):
 
     def _memory_forward(self, node: ast.Call, name: str, given: Given) -> Value:
         autocast, grad = self.autocast, self.state.grad
-        self.autocast = "unknown"
+        if name != "loss":
+            self.autocast = "unknown"
         if name == "evaluate":
             self.state.grad = Graph.NO
         returned = self._function(node, given.positional[0], given.rest)
         self.autocast, self.state.grad = autocast, grad
+        loss = flatten(returned.items[0] if returned.items else returned)
         if name == "forward_backward":
-            loss = returned.items[0] if returned.items else returned
-            self._record_backward(node, node.args[0], flatten(loss), "oomfix")
+            self._record_backward(node, node.args[0], loss, "oomfix")
+        given_back = loss if name == "loss" else PLAIN_TENSOR
         if returned.items is not None:
-            return Value(Kind.SEQUENCE, items=tuple(PLAIN_TENSOR for _ in returned.items))
-        return PLAIN_TENSOR
+            others = (PLAIN_TENSOR for _ in returned.items[1:])
+            return Value(Kind.SEQUENCE, items=(given_back, *others))
+        return given_back
