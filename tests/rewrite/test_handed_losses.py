@@ -22,11 +22,6 @@ ACCELERATE = (
     + "accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)\n"
     + "model, optimizer = accelerator.prepare(model, optimizer)\n"
 )
-FABRIC = (
-    "from lightning.fabric import Fabric\n"
-    + DATA
-    + "fabric = Fabric(accelerator='cpu', devices=1)\nmodel, optimizer = fabric.setup(model, optimizer)\n"
-)
 SCALER = "from tests.rewrite.native_scaler import NativeScaler\n" + DATA + "loss_scaler = NativeScaler()\n"
 LOOPS = {
     "Accelerate": (
@@ -55,16 +50,6 @@ LOOPS = {
             if step % 4 == 3:
                 optimizer.step()
                 optimizer.zero_grad()
-        """,
-    ),
-    "Fabric": (
-        FABRIC,
-        """\
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            fabric.backward(loss)
-            optimizer.step()
         """,
     ),
     "a scaler": (
@@ -117,6 +102,25 @@ def test_the_loss_is_made_where_it_was_and_all_behind_it_stays():
     loss_value"""
         + behind
     )
+
+
+def test_fabric_is_known_too():
+    text = DATA + textwrap.dedent(
+        """\
+        from lightning.fabric import Fabric
+
+        fabric = Fabric()
+        model, optimizer = fabric.setup(model, optimizer)
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+    )
+    after = rewritten(text)
+    assert [outcome.rewrite for outcome in after.loops] == ["micro-batched"]
+    assert "    loss = memory.loss(forward, x, y)\n    fabric.backward(loss)\n" in after.text
 
 
 @pytest.mark.parametrize(

@@ -317,8 +317,7 @@ def test_accelerate_runs_the_backward(micro_batches):
         )
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_fabric_runs_the_backward(micro_batches):
+def test_fabric_runs_the_backward():
     lightning = pytest.importorskip("lightning.fabric")
 
     def run(through):
@@ -336,8 +335,6 @@ def test_fabric_runs_the_backward(micro_batches):
         return list(model.state_dict().values())
 
     expected = run(directly)
-    found = run(runtime.preset("16gb", micro_batches=micro_batches).loss)
+    found = run(runtime.preset("16gb", micro_batches=4).loss)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=0 if micro_batches == 1 else 1e-5, atol=0 if micro_batches == 1 else 1e-7
-        )
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)

@@ -109,3 +109,23 @@ def test_a_class_whose_method_hands_its_forward_to_the_manager_trains(report):
         "        return loss.item()\n"
     )
     assert [finding for finding, _ in report(code) if finding == "OOM201"] == []
+
+
+@pytest.mark.parametrize("backward", ["accelerator.backward(loss)", "loss_scaler(loss, optimizer)", "loss.backward()"])
+def test_a_loss_that_something_else_runs_the_backward_of_keeps_its_graph(report, backward):
+    code = TOP + (
+        "kept, total = [], 0.0\n"
+        "for x, y in loader:\n"
+        "    def forward(x, y):\n"
+        "        out = model(x)\n"
+        "        return criterion(out, y), out\n"
+        "\n"
+        "    loss, out = memory.loss(forward, x, y)\n"
+        f"    {backward}\n"
+        "    optimizer.step()\n"
+        "    kept.append(out)\n"
+        "    total += loss\n"
+    )
+    added = code.strip().split("\n").index("    total += loss") + 1
+    leaks = [finding for finding in report(code) if finding[0] in ("OOM101", "OOM102", "OOM201")]
+    assert leaks == [("OOM101", added)]
