@@ -14,10 +14,10 @@ from oomfix.runtime.arguments import check_autocast, check_forward, check_loss, 
 from oomfix.runtime.batches.batch import Batch
 from oomfix.runtime.batches.outputs import detached, the_loss
 from oomfix.runtime.calls.accumulation import Window, windows
-from oomfix.runtime.calls.gradients_ahead import GradientsAhead
 from oomfix.runtime.calls.iteration import Iteration
 from oomfix.runtime.calls.known import KnownForwards
 from oomfix.runtime.calls.late_backward import backward_of
+from oomfix.runtime.gradients_ahead import GradientsAhead
 from oomfix.runtime.memory.cache_janitor import CacheJanitor
 from oomfix.runtime.memory.oom import note_choices
 from oomfix.runtime.processes.replicas import average_waiting

@@ -313,7 +313,7 @@ def test_cell_and_line_are_told_in_every_format(oomfix, notebook):
 
 def test_json_tells_what_apply_would_make_of_each_loop(oomfix, notebook):
     plain_loop = "import torch\nfor x, y in loader:\n    loss = criterion(model(x), y)\n    {}\n    optimizer.step()\n"
-    backwards = {"a.py": "loss.backward()", "b.py": "accelerator.backward(loss)"}
+    backwards = {"a.py": "loss.backward()", "b.py": "engine.backward(loss)"}
     for name, backward in backwards.items():
         (oomfix.folder / name).write_text(plain_loop.format(backward))
     (oomfix.folder / "c.ipynb").write_bytes(

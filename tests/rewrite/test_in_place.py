@@ -66,7 +66,7 @@ def test_a_helper_that_counts_is_not_run_in_parts():
     [
         ("model(x).sum().backward()", "no optimizer step and no update of parameters is in sight"),
         (
-            "loss = model(x).sum()\n    accelerator.backward(loss)\n    optimizer.step()",
+            "loss = model(x).sum()\n    accelerator.backward(loss, retain_graph=True)\n    optimizer.step()",
             "Accelerate runs the backward",
         ),
     ],
