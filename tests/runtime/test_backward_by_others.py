@@ -58,8 +58,8 @@ def scaled(loss, scaler):
     scaler.scale(loss).backward()
 
 
-def directly(forward, *batch):
-    return forward(*batch)
+def directly(forward, *batch, **named):
+    return forward(*batch, **named)
 
 
 @pytest.mark.parametrize("take_backward", [plain, scaled])
@@ -338,3 +338,68 @@ def test_fabric_runs_the_backward():
     found = run(runtime.preset("16gb", micro_batches=4).loss)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def assert_trains_the_same(run):
+    expected = run(directly)
+    memory = runtime.preset("16gb", micro_batches=3)
+    for one, other in zip(run(memory.loss), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert "3 micro-batches" in str(memory.report())
+
+
+@pytest.mark.slow
+def test_a_training_step_of_lightning_returns_it():
+    lightning = pytest.importorskip("lightning.pytorch")
+    samples = [sample for seed in range(6) for sample in zip(*batch(seed), strict=True)]
+
+    def run(through):
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = network()
+
+            def training_step(self, batch, number):
+                return through(lambda x, y: F.cross_entropy(self.net(x), y), *batch)
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        module = Module()
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "max_epochs": 2}
+        trainer = lightning.Trainer(accelerator="cpu", enable_model_summary=False, **quiet, **options)
+        trainer.fit(module, torch.utils.data.DataLoader(samples, batch_size=SAMPLES))
+        return list(module.net.state_dict().values())
+
+    assert_trains_the_same(run)
+
+
+@pytest.mark.slow
+def test_the_compute_loss_of_a_trainer_of_transformers_returns_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    samples = [{"x": x, "labels": y} for seed in range(6) for x, y in zip(*batch(seed), strict=True)]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network()
+
+        def forward(self, x, labels):
+            return {"loss": F.cross_entropy(self.net(x), labels)}
+
+    def run(through):
+        class Trainer(transformers.Trainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                return through(lambda **named: model(**named)["loss"], **inputs)
+
+        model = Model()
+        quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+        options = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "learning_rate": 0.01, "optim": "sgd"}
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=SAMPLES, **quiet, **options
+        )
+        Trainer(model, arguments, train_dataset=samples).train()
+        return list(model.state_dict().values())
+
+    assert_trains_the_same(run)
