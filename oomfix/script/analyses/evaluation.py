@@ -76,7 +76,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
             or (_is_between_steps(forward, in_training_mode) and not _feeds_a_network(forward, trace))
             or acts_in_environment(forward, trace)
             or _is_a_sample(forward, training_runs, waited_for)
-            or (not forward.escaped and (id(forward.node), forward.site.function) in trained_by)
+            or (not forward.escaped and _is_left_out(forward, trained_by, trace))
         )
         and not is_differentiated_out_of_sight(forward, trace.followed)
         and not adapts_as_it_runs(forward.path or "")
@@ -90,11 +90,13 @@ def _is_evaluation(
     site = forward.site
     # An action may leave with its log probability, and a loss out of sight go back through that.
     acted = forward.escaped and any(function.acts for function in site.functions)
+    given = not training_runs.isdisjoint(site.runs) and _is_given_evaluation_data(forward) and not forward.escaped
     if site.runs and site.runs[-1] in training_runs:
         named = _is_asked_for_by_an_evaluation(forward, trace) and not acted
         # In a training iteration it may be a teacher or a sample for the discriminator: only what says so evaluates.
-        given = _is_given_evaluation_data(forward) and not forward.escaped
         return named or given or (_is_only_looked_at(forward, trace) and not _makes_kept_losses(forward, trace))
+    if given:
+        return True
     if forward.evaluating:
         # Whoever asks for a loss may backpropagate it, also through a network that is not trained itself.
         return not (forward.escaped and site.loop is None and _makes_a_loss(site.function))
@@ -354,6 +356,14 @@ def _trained_by_their_function(trace: Trace) -> set[tuple[int, Function | None]]
         for forward in trace.forwards_of(backward.origins)
         if forward.site.function is backward.site.function
     }
+
+
+def _is_left_out(forward: Forward, trained_by: set[tuple[int, Function | None]], trace: Trace) -> bool:
+    """Whether its function goes back through it on another way, and on this one through nothing."""
+    here = forward.site.function, forward.site.way
+    return (id(forward.node), forward.site.function) in trained_by and not any(
+        (backward.site.function, backward.site.way) == here for backward in trace.backwards
+    )
 
 
 def _entry(site: Site) -> Hashable:

@@ -36,10 +36,11 @@ _EVALUATION_NAME = Pattern(
     re.IGNORECASE,
 )
 # what is predicted or sampled has a loss in training, where `val_loss` and `estimate_loss` say that they evaluate;
+# `critic_val` is a value;
 # a policy is asked for the probabilities of actions again by a loss, and a sample of experience is kept for one
 _FOR_TRAINING = Pattern(
     r"(^|_)(predict\w*|generate|sample|score|embed|actions?)_(\w+_)?loss(_|$|\d)|(^|_)eval(uate)?_(log_?probs?_)?actions?$|"
-    r"(^|_)(append|add|store|push|insert|remember)_samples?$|(^|_)(sample|generate)_(\w+_)?(traj\w*|paths?|rollouts?|episodes?)$",
+    r"(^|_)(critic|state|action|q)_val(_|$)|(^|_)(append|add|store|push|insert|remember)_samples?$|(^|_)(sample|generate)_(\w+_)?(traj\w*|paths?|rollouts?|episodes?)$",
     re.IGNORECASE,
 )
 _ACTING_NAME = Pattern(rf"(^|_)({_ACTING})(_|$|\d)", re.IGNORECASE)

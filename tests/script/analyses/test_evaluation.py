@@ -1567,3 +1567,84 @@ SAMPLES = """
 )
 def test_a_sample_under_a_name_that_is_bound_anew_ahead_of_the_next_read_is_a_look(report, behind, lines):
     assert [line for code, line in report(SAMPLES.format(behind=behind)) if code == "OOM201"] == lines
+
+
+REFINED = """
+    import torch
+
+    def refine(net, x, y, mixed):
+        for _ in range(10):
+            out = net(x)
+            {other}
+            {train}
+
+    net = torch.nn.Linear(4, 2).cuda()
+    for x, y in loader:
+        refine(net, x, y, mixed=True)
+        refine(net, x, y, mixed=False)
+"""
+TRAIN = "loss.backward(); optimizer.step()"
+EITHER = "loss = criterion(net(x + noise) if mixed else out, y)"
+
+
+@pytest.mark.parametrize(
+    ("other", "train", "lines"),
+    [
+        (EITHER, TRAIN, []),
+        ("loss = criterion(out, y)", f"if not mixed: {TRAIN}", [5]),
+        (EITHER, f"if not mixed: {TRAIN}", [5, 6]),
+    ],
+)
+def test_a_forward_beside_the_one_that_its_function_backpropagates_is_no_evaluation(report, other, train, lines):
+    found = report(REFINED.format(other=other, train=train))
+    assert [line for code, line in found if code == "OOM201"] == lines
+
+
+TRIED_BESIDE = """
+    import torch
+    for x, y in train_loader:
+        hidden = torch.zeros(8)
+        for t in range(10):
+            out, hidden = rnn(x[:, t], hidden)
+        loss = criterion(out, y)
+        loss.backward()
+        optimizer.step()
+        {other}, hidden = next(others), torch.zeros(8)
+        for t in range(10):
+            out, hidden = rnn({other}[:, t], hidden)
+        {use}
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "use", "lines"),
+    [
+        ("x_val", "losses.append(criterion(out, y).data)", [11]),
+        ("x_val", "criterion(out, y).backward()", []),
+        ("x_more", "losses.append(criterion(out, y).data)", []),
+    ],
+)
+def test_steps_through_validation_data_in_a_training_iteration_evaluate(report, other, use, lines):
+    found = report(TRIED_BESIDE.format(other=other, use=use))
+    assert [line for code, line in found if code == "OOM201"] == lines
+
+
+@pytest.mark.parametrize(
+    ("name", "evaluates"),
+    [
+        ("critic_val", False),
+        ("get_critic_val_log_prob", False),
+        ("state_val", False),
+        ("val", True),
+        ("batch_val", True),
+    ],
+)
+def test_the_value_of_a_critic_is_no_validation(report, name, evaluates):
+    code = f"""
+    import torch
+
+    class Agent:
+        def {name}(self, state):
+            return torch.min(self.critic(state), self.other_critic(state))
+    """
+    assert (("OOM201", 5) in report(code)) is evaluates
