@@ -342,14 +342,22 @@ class Devices:
 
 
 def _decided_before(block: list[ast.stmt], path: str) -> Iterator[ast.stmt]:
-    """The statements at the end of a block that do nothing but decide a path, behind which nothing reads it."""
+    """The statements at the end of a block that do nothing but decide a path, behind which nothing uses it."""
     for statement in reversed(block):
         if _only_decides(statement, path):
             yield statement
-        elif not isinstance(statement, _DEFINITIONS) and any(
+        elif not (isinstance(statement, _DEFINITIONS) or _is_printed(statement)) and any(
             isinstance(node, ast.expr) and path_of(node) == path for node in walk(statement)
         ):
             return
+
+
+def _is_printed(statement: ast.stmt) -> bool:
+    """`print(device)`, which uses it for nothing."""
+    match statement:
+        case ast.Expr(ast.Call(ast.Name("print"))):
+            return True
+    return False
 
 
 def _only_decides(statement: ast.stmt, path: str) -> bool:

@@ -543,3 +543,21 @@ def again(device):
 )
 def test_what_functions_only_hand_on_from_elsewhere_is_no_decision_for_the_processor(read, top, own, given, cuda):
     assert read(FITTED.format(top=top, own=own, given=given)).devices.may_be_cuda is cuda
+
+
+@pytest.mark.parametrize(
+    ("between", "cuda"),
+    [('print("on", device)', False), ("net = Net().to(device)", True), ("log(device)", True)],
+)
+def test_a_device_that_is_printed_before_it_is_decided_otherwise_is_not_used(read, between, cuda):
+    code = f"""
+    import torch
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    {between}
+    device = torch.device("cpu")
+    model = Net().to(device)
+    for x, y in loader:
+        criterion(model(x.to(device)), y).backward()
+        optimizer.step()
+    """
+    assert read(code).devices.may_be_cuda is cuda
