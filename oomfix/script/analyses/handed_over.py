@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from oomfix.script.facts.trace import Forward, Trace
 from oomfix.script.syntax.imports import Imports
-from oomfix.script.syntax.names import path_of
+from oomfix.script.syntax.names import last_of, path_of
 from oomfix.script.syntax.nodes import Nodes, walk
 
 _ON_THE_CPU = tuple(
@@ -20,15 +20,16 @@ _ON_THE_CPU = tuple(
 def trains_what_it_is_handed(trace: Trace, imports: Imports) -> bool:
     """Whether all that is trained is handed to functions and objects that nothing in the file calls or makes.
 
-    A file that makes tensors, and puts them nowhere, trains where they lie, unless it fetches others by `.cpu()`. So
-    does one that reads what it has computed as arrays (`out.detach().numpy()`), which no tensor on a GPU allows.
+    A file that makes tensors, and puts them nowhere, trains where they lie, unless it fetches others by `.cpu()`, or
+    gives them to functions of other files, which may put them elsewhere: `as_variable(torch.ones(8))`. So does one
+    that reads what it has computed as arrays (`out.detach().numpy()`), which no tensor on a GPU allows.
 
     Args:
         trace: what happens in the file.
         imports: its imports, and their uses.
     """
     fetches = any(node.attr == "cpu" for node in imports.nodes.of(ast.Attribute))
-    lies_here = any(imports.calls(*_ON_THE_CPU)) or any(map(_is_read_where_it_lies, imports.nodes.of(ast.Attribute)))
+    lies_here = _leaves_tensors(imports) or any(map(_is_read_where_it_lies, imports.nodes.of(ast.Attribute)))
     if not trace.steps or (lies_here and not fetches):
         return False
     trained = [
@@ -36,6 +37,26 @@ def trains_what_it_is_handed(trace: Trace, imports: Imports) -> bool:
     ]
     made = set(_made(imports.nodes))
     return bool(trained) and all(_is_handed_in(forward) and not _names(forward) & made for forward in trained)
+
+
+def _leaves_tensors(imports: Imports) -> bool:
+    """Whether it makes tensors other than for functions of other files."""
+    handed = {
+        part
+        for call in imports.nodes.of(ast.Call)
+        if _is_of_another_file(call.func, imports)
+        for argument in call.args
+        for part in walk(argument)
+    }
+    return any(call not in handed for call in imports.calls(*_ON_THE_CPU))
+
+
+def _is_of_another_file(function: ast.expr, imports: Imports) -> bool:
+    """Whether it is a function, and no class, of neither torch nor numpy."""
+    named = imports.qualified(function)
+    return bool(named) and all(
+        name.split(".")[0] not in ("torch", "numpy") and last_of(name)[:1].islower() for name in named
+    )
 
 
 def _is_read_where_it_lies(node: ast.Attribute) -> bool:

@@ -42,6 +42,10 @@ TRAINER = """
         # a function in between, which nothing calls either
         FUNCTION + "\n    def train_all(model, loaders):\n        for loader in loaders:\n"
         "            train(model, loader, make(model), torch.nn.MSELoss())\n",
+        # tensors that another file puts where they belong
+        FUNCTION.replace("import torch\n", "import torch\n    from data import as_variable\n").replace(
+            "model(x)", "model(x, as_variable(torch.zeros(4).long()))"
+        ),
         # what is fetched from where it was made
         FUNCTION.replace("model(x)", "model(x).cpu() - torch.zeros(4)"),
         FUNCTION + "            print(model(x).detach().cpu().numpy())\n",
@@ -68,6 +72,10 @@ def test_a_network_that_is_handed_over_may_run_on_a_gpu(read, code):
         ),
         # tensors of its own, on the CPU
         FUNCTION.replace("model(x)", "model(x, torch.zeros(4))"),
+        FUNCTION.replace("import torch\n", "import torch\n    from data import as_variable\n").replace(
+            "model(x)", "model(as_variable(x), torch.zeros(4))"
+        ),
+        FUNCTION.replace("model(x)", "model(x, numpy.asarray(torch.zeros(4)))"),
         # arrays of what was computed, which no tensor on a GPU gives
         FUNCTION + "            print(model(x).detach().numpy())\n",
         FUNCTION + "            total += loss.data.numpy()\n",
