@@ -64,3 +64,30 @@ def test_a_state_of_a_line_that_training_goes_back_through_is_carried_for_it(rep
 def test_a_state_of_a_pass_that_only_predicts_is_carried_for_nothing(report):
     code = TRAINED.format(**OWN).replace("self.decoder(self.latent(x)), y)", "self.decoder(x), y)")
     assert ("OOM104", 14) in report(code)
+
+
+OWN_LOSS = """
+    import torch
+    from networks import Network
+
+    {model}
+    for x, y in loader:
+        optimizer.zero_grad()
+        {forward}
+        model.backward({given})
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("model", ["model = Network().cuda()", "model.cuda().train()"])
+@pytest.mark.parametrize(
+    ("forward", "given", "lines"),
+    [
+        ("logits, _ = model(x, y)", "", [7]),
+        ("logits = other_model(x, y)", "", []),
+        ("with torch.no_grad(): logits = model(x, y)", "", []),
+    ],
+)
+def test_a_network_that_keeps_its_loss_goes_backwards_through_its_forward(report, model, forward, given, lines):
+    found = report(OWN_LOSS.format(model=model, forward=forward, given=given))
+    assert [line for code, line in found if code == "OOM202"] == lines

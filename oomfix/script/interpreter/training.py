@@ -50,6 +50,10 @@ class Training(Forwards):
         takes_argument = bool(arguments) and (framework is not None or not receiver.graph)
         root_node = node.args[0] if takes_argument else node.func.value
         root = flatten(arguments[0] if takes_argument else receiver)
+        network = path_of(node.func.value)
+        is_network = receiver.kind is Kind.MODULE or self.hints.is_module(network or "")
+        if is_network and not (node.args or receiver.graph):
+            root = Value(Kind.TENSOR, Graph.YES, self._run_in_this_round(network))
         self._record_backward(node, root_node, root, framework, by_an_object=takes_argument and framework is None)
         path = path_of(root_node)
         if path is not None and (binding := self.binding_of(root_node)) is not None:
@@ -58,6 +62,14 @@ class Training(Forwards):
                 certain = Value(Kind.TENSOR, self.state.grad, value.origins, is_tensor=True)
                 self.assign(root_node, certain, binding.statement, binding.loops)
         return NONE
+
+    def _run_in_this_round(self, network: str | None) -> frozenset[int]:
+        """The forwards of a network that `network.backward()` goes back through: those of the iteration around it."""
+        return frozenset(
+            forward.origin
+            for forward in self.trace.forwards.values()
+            if forward.path == network and forward.site.runs == self.runs and forward.records_graph
+        )
 
     def _inverts_network(self, node: ast.Call, receiver: Value) -> bool:
         """`z = layer.backward(z)`, which differentiates nothing, as `loss = engine.backward(loss)` does.
