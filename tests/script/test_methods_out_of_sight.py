@@ -60,6 +60,7 @@ TOTALS = """
 RUNNING = [
     *("encode", "decode", "embed", "encode_image", "evaluate_actions", "extract_features", "forward_features"),
     *("forward_encoder", "get_text_features", "get_embedding", "get_logits", "classify", "reconstruct"),
+    *("_encode", "_decode"),
 ]
 
 

@@ -149,3 +149,66 @@ DECODED = """
 )
 def test_a_loader_is_known_by_its_name(kept, source, found):
     assert kept(DECODED.format(source=source)) == found
+
+
+BESIDE = """
+    import torch
+    for epoch in range(9):
+        kept, total = [], 0
+        for x, y in loader:
+            {given} = net(x, y)
+            loss.backward()
+            optimizer.step()
+            {keep}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "keep", "found"),
+    [
+        ("loss, state", 'kept.append(state["loss"])', []),
+        ("loss, state", 'kept.append(state["logits"])', [("OOM102", 8)]),
+        ("loss, losses", 'kept.append(losses["class_loss"])', [("OOM102", 8)]),
+        ("loss, out, true, total_seen", "total += true", []),
+        ("loss, out, right", "kept.append(out)", [("OOM102", 8)]),
+        ("loss, out, right", "total += right", []),
+        ("loss, out, rest", "total += rest", [("OOM101", 8)]),
+    ],
+)
+def test_what_comes_beside_a_loss_for_a_log_may_be_a_number(kept, given, keep, found):
+    assert kept(BESIDE.format(given=given, keep=keep)) == found
+
+
+def test_a_loss_in_what_a_network_gives_alone_has_its_graph(kept):
+    code = BESIDE.format(given="out", keep='kept.append(out["loss"])').replace("loss.backward", 'out["loss"].backward')
+    assert kept(code) == [("OOM102", 8)]
+
+
+SAMPLED = """
+    import torch
+
+    class Sampler:
+        def sample(self, x):
+            self.net.eval()
+            kept = []
+            for {each}:
+                kept.append(self.net({part}))
+            {end}
+"""
+ONE_BY_ONE = {"each": "i in range(x.size(0))", "part": "x[i].unsqueeze(0)"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"end": "return torch.cat(kept)"}, []),
+        ({"end": "return x, kept"}, []),
+        ({"each": "i in range(x.shape[0])", "part": "x[i:i + 1]", "end": "return kept"}, []),
+        ({"each": "x in self.test_loader", "part": "x", "end": "return kept"}, [("OOM102", 8)]),
+        ({"each": "i in range(len(x))", "end": "return kept"}, [("OOM102", 8)]),
+        ({"each": "i in range(9)", "end": "return kept"}, [("OOM102", 8)]),
+        ({"end": "self.kept = kept"}, [("OOM102", 8)]),
+    ],
+)
+def test_what_a_function_gives_for_a_batch_sample_by_sample_is_the_batch_of_its_result(kept, changed, found):
+    assert kept(SAMPLED.format(**ONE_BY_ONE | changed)) == found

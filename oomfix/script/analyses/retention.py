@@ -208,7 +208,7 @@ def _is_part_of_one(keep: Keep, trace: Trace, training_runs: set[int]) -> bool:
         return True
     if len(keep.crossed) != 1:
         return False
-    if _is_of_an_ensemble(keep):
+    if _is_of_an_ensemble(keep) or (keep.returned and _goes_through_samples(keep.crossed[0])):
         return True
     if not _goes_on_through_all(keep, trace):
         return False
@@ -241,6 +241,23 @@ def _is_of_an_ensemble(keep: Keep) -> bool:
     if not isinstance(keep.node, ast.Subscript):
         return False
     return keep.returned and isinstance(keep.node.slice, ast.Tuple) and not is_over_batches(keep.crossed[0])
+
+
+def _goes_through_samples(loop: Loop) -> bool:
+    """`for i in range(x.size(0)): net(x[i])`: what is returned of that is as large as what one forward of `x` gives."""
+    match loop:
+        case ast.For(
+            iter=ast.Call(
+                ast.Name("range"),
+                [
+                    ast.Call(ast.Attribute(whole, "size"), [ast.Constant(0)])
+                    | ast.Subscript(ast.Attribute(whole, "shape"), ast.Constant(0))
+                ],
+            )
+        ):
+            taken = (node.value for node in walk(loop) if isinstance(node, ast.Subscript))
+            return any(path_of(part) == path_of(whole) is not None for part in taken)
+    return False
 
 
 def _goes_on_through_all(keep: Keep, trace: Trace) -> bool:

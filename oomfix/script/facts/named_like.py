@@ -65,7 +65,7 @@ _METRIC = Pattern(
 )
 _RECORD = Pattern(
     r"(^|_)(dict|logs?|stats?|info|details|corrects?|counts?|hits)$|^(num|count|correct)_|_(tokens|words|lengths)$|"
-    r"^n_(correct|right|valid|hits|samples)$",
+    r"^n_(correct|right|valid|hits|samples)$|^(right|wrong|true|total)$",
     re.IGNORECASE,
 )
 _LETTER_MODULE_NAME = Pattern(r"^([DGE]_{0,2}[A-Z0-9]{0,3}|net[DGE])$")
@@ -206,7 +206,7 @@ def is_chance(name: str) -> bool:
 
 def runs_network(method: str) -> bool:
     """Whether a method of a network runs it on what it is given, and leaves gradients as they are."""
-    return bool(_RUNNING_METHOD.match(method))
+    return bool(_RUNNING_METHOD.match(method.lstrip("_")))
 
 
 def draws_from_network(method: str) -> bool:

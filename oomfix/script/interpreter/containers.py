@@ -7,7 +7,7 @@ import re
 from functools import reduce
 
 from oomfix.script.facts import torch_facts
-from oomfix.script.facts.named_like import looks_like_logging, looks_like_metric
+from oomfix.script.facts.named_like import looks_like_logging, looks_like_loss, looks_like_metric
 from oomfix.script.facts.trace import Loop
 from oomfix.script.facts.values import (
     MISSING,
@@ -139,6 +139,14 @@ class Containers(ContextsByHand):
             base = flatten(binding.value)
             grown = Value(Kind.CONTAINER, max(base.graph, content.graph), base.origins | content.origins)
             self._change(root, grown, binding.statement, binding.loops)
+
+    def is_perhaps_for_a_log(self, held: ast.expr, key: str) -> bool:
+        """`outputs["accuracy"]`, and `state["loss"]` of `loss, state = net(x)`, may be numbers, or have no graph."""
+        binding = self.binding_of(held)
+        statement = binding.statement if binding is not None else None
+        beside = isinstance(statement, ast.Assign) and any(isinstance(one, ast.Tuple) for one in statement.targets)
+        is_of_a_log = beside and looks_like_loss(key) and not looks_like_loss(path_of(held) or "")
+        return looks_like_metric(key) or is_of_a_log
 
     def part_of_tensor(self, target: ast.Subscript) -> ast.Subscript:
         """`context[j]` of `context[j][0] = row`, where `context` is one tensor: the row goes into that."""

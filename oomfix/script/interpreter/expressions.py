@@ -12,7 +12,6 @@ from oomfix.script.facts.definitions import Function, Inherited
 from oomfix.script.facts.named_like import (
     is_likelihood,
     looks_like_loss,
-    looks_like_metric,
     looks_like_module,
     looks_like_part,
 )
@@ -215,8 +214,7 @@ class Expressions(Calls):
         if isinstance(index.constant, str) and index.constant in (entries := dict(base.entries)):
             return entries[index.constant]
         if base.kind in (Kind.TENSOR, Kind.UNKNOWN, Kind.CONTAINER) and base.graph:
-            if isinstance(index.constant, str) and looks_like_metric(index.constant):
-                # `outputs["accuracy"]` is a number, or a tensor without a graph
+            if isinstance(index.constant, str) and self.is_perhaps_for_a_log(node.value, index.constant):
                 return Value(Kind.TENSOR, Graph.MAYBE, base.origins)
             return Value(Kind.TENSOR, base.graph, base.origins, divisors=base.divisors, carried_from=base.carried_from)
         return base if base.kind in (Kind.NUMBER, Kind.TENSOR) else UNKNOWN
