@@ -212,3 +212,21 @@ ONE_BY_ONE = {"each": "i in range(x.size(0))", "part": "x[i].unsqueeze(0)"}
 )
 def test_what_a_function_gives_for_a_batch_sample_by_sample_is_the_batch_of_its_result(kept, changed, found):
     assert kept(SAMPLED.format(**ONE_BY_ONE | changed)) == found
+
+
+@pytest.mark.parametrize(
+    ("keep", "found"),
+    [("loss.cpu()", []), ("loss.to(host)", []), ("loss", [("OOM102", 8)]), ("loss.view(1)", [])],
+)
+def test_what_is_moved_without_gradients_has_no_graph_where_it_comes_from_a_gpu(kept, keep, found):
+    code = f"""
+    import torch
+    kept = []
+    for x, y in loader:
+        loss = criterion(net(x), y)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            kept.append({keep})
+    """
+    assert kept(code) == found

@@ -296,8 +296,14 @@ class Calls(Externals):
             return content.with_graph(min(content.graph, Graph.MAYBE))
         if name.startswith("get_"):  # no method of a tensor: `loss.get_value()` of an object for losses may be a number
             return content.with_graph(min(content.graph, Graph.MAYBE))
-        if not name.endswith("_") and name not in SAME_MODULE:
-            content = self.computed(content)
+        if not name.endswith("_"):
+            computed = self.computed(content)
+            if name not in SAME_MODULE:
+                content = computed
+            elif (
+                computed is not content
+            ):  # `loss.cpu()` has no graph, or is the tensor itself, which lies there already
+                content = content.with_graph(Graph.MAYBE)
         if name in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, 1 + len(values))
         return content._replace(
