@@ -11,6 +11,7 @@ from oomfix.script.analyses.acting import acts_in_environment
 from oomfix.script.analyses.input_gradients import (
     is_differentiated_out_of_sight,
     may_be_asked_for_gradients,
+    may_differentiate_its_inputs,
     reads_gradients,
 )
 from oomfix.script.analyses.into_numbers import is_only_looked_at
@@ -79,6 +80,7 @@ def find_evaluation_forwards(trace: Trace, training_runs: set[int], trained_meth
             or (not forward.escaped and _is_left_out(forward, trained_by, trace))
         )
         and not is_differentiated_out_of_sight(forward, trace.followed)
+        and not may_differentiate_its_inputs(forward, trace)
         and not adapts_as_it_runs(forward.path or "")
         and not reads_gradients(forward, differentiating)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 
 from oomfix.script.facts.definitions import Class, Function
 from oomfix.script.facts.leaves import leaves_of
@@ -26,6 +26,14 @@ def differentiates_its_inputs(forward: Forward, evaluated: Sequence[Forward]) ->
     """
     networks = _networks(forward)
     return any(not networks.isdisjoint(_networks(other)) and _is_given_a_leaf(other) for other in evaluated)
+
+
+def may_differentiate_its_inputs(forward: Forward, trace: Trace) -> bool:
+    """Whether a method out of sight is given a tensor whose gradients are asked for: `net.time_derivative(x)`."""
+    if forward.direct or forward.code is not None:
+        return False
+    function = forward.site.function
+    return _is_given_one_of(forward, function.nodes if function is not None else trace.module_level)
 
 
 def is_differentiated_out_of_sight(forward: Forward, followed: Collection[ast.Call]) -> bool:
@@ -111,10 +119,13 @@ def _networks(forward: Forward) -> set[str]:
 def _is_given_a_leaf(forward: Forward) -> bool:
     """Whether gradients are asked for one of its inputs in the loop around it, or in its function."""
     block = _block(forward)
-    if block is None:
-        return False
+    return block is not None and _is_given_one_of(forward, walk(block))
+
+
+def _is_given_one_of(forward: Forward, nodes: Iterable[ast.AST]) -> bool:
+    """Whether a forward is given, or a part of, what gradients are asked for among some nodes."""
     given = {path_of(node) for value in forward.given for node in walk(value) if isinstance(node, ast.expr)}
-    return not given.isdisjoint(_leaves(block))
+    return any(leaf in given for node in nodes for leaf in leaves_of(node))
 
 
 def _block(forward: Forward) -> ast.AST | None:

@@ -1648,3 +1648,31 @@ def test_the_value_of_a_critic_is_no_validation(report, name, evaluates):
             return torch.min(self.critic(state), self.other_critic(state))
     """
     assert (("OOM201", 5) in report(code)) is evaluates
+
+
+DERIVED = """
+    import torch
+    from networks import Network
+
+    def train(data, steps):
+        model = Network().cuda()
+        x = torch.tensor(data, {flag})
+        for step in range(steps):
+            loss = criterion(model.{method}x[:8]), y)
+            loss.backward()
+            optimizer.step()
+        print(criterion(model.{method}x), y).item())
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "method", "lines"),
+    [
+        ("requires_grad=True", "time_derivative(", []),
+        ("dtype=torch.float32", "time_derivative(", [11]),
+        ("requires_grad=True", "forward(", [11]),
+    ],
+)
+def test_a_method_out_of_sight_may_differentiate_by_what_it_is_given_for_that(report, flag, method, lines):
+    found = report(DERIVED.format(flag=flag, method=method))
+    assert [line for code, line in found if code == "OOM201"] == lines
