@@ -34,11 +34,15 @@ _DEVICE_OF_TORCH = Pattern(
 _OTHER_KIND = Pattern(r"[a-z]Device$")
 _DEVICE_OF_A_TENSOR = Pattern(
     r"(?:\bdevice\s*=|\.to\()\s*"
+    r"(?:self(?:\.\w+)+\.(?:weight|bias)|"
     r"(?!(?:torch|self|model|args?|cfg|conf|config|opts?|options|params|hparams|hps?|settings|flags)\b)"
-    r"(\w+)\.device\b",
+    r"(\w+))\.device\b",
     re.IGNORECASE,
 )
-"""`torch.arange(n, device=x.device)`, `mask.to(x.device)`: where another tensor is, unless it is none."""
+"""`torch.arange(n, device=x.device)`, `mask.to(x.device)`: where another tensor is, unless it is none.
+
+`self.first.weight.device` is where a layer of its own is.
+"""
 _IDLE_CALL = Pattern(
     r"\btorch\.cuda\.(is_available|empty_cache|manual_seed\w*|synchronize|device_count|\w*memory\w*|reset_\w+|get_\w+)\b"
 )

@@ -561,3 +561,36 @@ def test_a_device_that_is_printed_before_it_is_decided_otherwise_is_not_used(rea
         optimizer.step()
     """
     assert read(code).devices.may_be_cuda is cuda
+
+
+LAYERED = """
+    import torch
+
+    class Policy(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            device = self.first.weight.device
+            return self.first(x.to(device))
+
+        def fit(self, loader, optimizer):
+            for x, y in loader:
+                {loss}.backward()
+                optimizer.step()
+    {used}
+"""
+
+
+@pytest.mark.parametrize(
+    ("used", "loss", "cuda"),
+    [
+        ("Policy().fit(loader, optimizer)", "criterion(self(x), y)", False),
+        ("Policy().to(place).fit(loader, optimizer)", "criterion(self(x), y)", True),
+        ("Policy().fit(loader, optimizer)", "criterion(self(x), y.to(self.device))", True),
+        ("", "criterion(self(x), y)", True),
+    ],
+)
+def test_the_place_of_a_layer_is_where_its_network_was_put(read, used, loss, cuda):
+    assert read(LAYERED.format(used=used, loss=loss)).may_run_on_cuda is cuda
