@@ -25,6 +25,7 @@ class MissingLossDivision(Rule):
     - the iteration, or what it calls, reads k for more than to ask whether the window is full, and may divide in a way
       that cannot be followed (`hook`, `p.grad`, `loss_of(out, y, 1 / k)`), unless it does so on the other branch of a
       flag;
+    - each round computes the loss of the whole window, with one part of it anew (`kept[:j] + [out] + kept[j + 1 :]`);
     - a framework scales the loss;
     - the pieces are pieces of time: cut along another dimension than the first, or with a state that goes from one to
       the next.
@@ -93,6 +94,20 @@ for i, (x, y) in enumerate(loader):
         ),
     ]
     VALID = [
+        """
+for i, (x, y) in enumerate(loader):
+    with torch.no_grad():
+        kept.append(model(x))
+    xs.append(x)
+    if (i + 1) % args.accum_freq > 0:
+        continue
+    optimizer.zero_grad()
+    for j in range(args.accum_freq):
+        out = model(xs[j])
+        loss = contrast(torch.cat(kept[:j] + [out] + kept[j + 1 :]))
+        loss.backward()
+    optimizer.step()
+""",
         """
 for i, (x, y) in enumerate(loader):
     loss = criterion(model(x), y) / steps

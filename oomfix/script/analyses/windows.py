@@ -55,6 +55,7 @@ def _adds_up_over(pieces: Loop, loop: TrainingLoop, trace: Trace) -> bool:
         and all(pieces in forward.site.loops for forward in forwards)
         and not any(event.carried for event in backwards)
         and not feeds_itself(pieces)
+        and not _computes_a_part_anew(pieces)
     )
 
 
@@ -162,12 +163,30 @@ def _window_size(test: ast.expr) -> str:
 
 
 def _counts_a_window(node: ast.For) -> bool:
+    if _computes_a_part_anew(node):
+        return False
     iterable = node.iter
     if not isinstance(iterable, ast.Call) or path_of(iterable.func) not in ("range", "trange", "tqdm.trange"):
         return False
     if not iterable.args:
         return False
     return is_window_name(" ".join(_names(iterable))) or _fetches_batches(node)
+
+
+def _computes_a_part_anew(loop: Loop) -> bool:
+    """`kept[:j] + [out] + kept[j + 1 :]`: each round's loss is that of all parts, whose gradients add up to its own."""
+    ahead: set[str | None] = set()
+    behind: set[str | None] = set()
+    counting = None if isinstance(loop, ast.While) else path_of(loop.target)
+    for node in walk(loop):
+        match node:
+            case ast.Subscript(whole, ast.Slice(None, ast.Name(counter), None)) if counter == counting:
+                ahead.add(path_of(whole))
+            case ast.Subscript(
+                whole, ast.Slice(ast.BinOp(ast.Name(counter), ast.Add(), ast.Constant(1)), None, None)
+            ) if counter == counting:
+                behind.add(path_of(whole))
+    return bool(ahead & behind - {None})
 
 
 def _fetches_batches(loop: Loop) -> bool:
