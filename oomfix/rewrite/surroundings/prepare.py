@@ -17,6 +17,7 @@ from oomfix.rewrite.dataflow.liveness import (
     names_bound,
     names_bound_by_target,
     names_read,
+    nodes_of_scope,
     nodes_of_scope_body,
 )
 from oomfix.rewrite.facts.reading import Reading
@@ -81,7 +82,7 @@ def prepare_edits(reading: Reading, manager: str, trained: list[Forward]) -> lis
     makers = {statement for statement, _ in made}
     calls: dict[ast.stmt, list[str]] = {}
     for place, statements in chosen.items():
-        for made_of_it in _ahead_of(place, statements, blocks):
+        for made_of_it in _ahead_of(place, statements, blocks, reading.functions):
             statement = _first_of_makers(made_of_it, place, makers, blocks)
             calls.setdefault(statement, []).append(f"{manager}.prepare({place.path})")
     return [
@@ -131,7 +132,7 @@ def _is_part(part: Place, whole: Place) -> bool:
     )
 
 
-def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks) -> list[ast.stmt]:
+def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks, functions: FunctionsCalled) -> list[ast.stmt]:
     """The first statement; where branches of an `if` each have one: the `if`, or all, if they make the model too."""
     first = statements[0]
     others = [other for other in statements if blocks.exclude_each_other(first, other)]
@@ -144,11 +145,20 @@ def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks) -> list[
         apart |= any(blocks.are_apart_in(condition, first, other) for other in together)
         if blocks.is_elif(condition):
             continue  # nothing stands between it and the `if` that it belongs to
-        if together and place.path.split(".")[0] in names_bound(condition):
+        if together and _may_make(place.path, condition, functions):
             return list(dict.fromkeys([ahead, *others]))
         if apart:
             ahead, apart = condition, False
     return [ahead]
+
+
+def _may_make(path: str, statement: ast.stmt, functions: FunctionsCalled) -> bool:
+    """Whether a statement may bind what a path goes through, or a function that it runs an attribute of that name."""
+    if path.split(".")[0] in names_bound(statement):
+        return True
+    nodes = [*nodes_of_scope(statement), *(node for one in functions.run_by(statement) for node in walk(one))]
+    stored = (path_of(one) for one in nodes if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
+    return any(one is not None and f"{path}.".startswith(f"{one}.") for one in stored)
 
 
 def _first_of_makers(statement: ast.stmt, place: Place, makers: set[ast.stmt], blocks: Blocks) -> ast.stmt:

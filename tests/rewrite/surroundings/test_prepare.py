@@ -148,6 +148,33 @@ train(net, loader, opt)
     assert prepared(text) == [("memory.prepare(net)", "opt = torch.optim.Adam(net.parameters())")] * 2
 
 
+@pytest.mark.parametrize(("makes", "ahead"), [("self.net = Net()", True), ("self.build()", True), ("pass", False)])
+def test_branches_that_make_an_attribute_of_an_object_prepare_it_each(makes, ahead):
+    text = f"""
+        class Trainer:
+            def __init__(self, adam, net):
+                self.net = net
+                if adam:
+                    {makes}
+                    self.opt = torch.optim.Adam(self.net.parameters())
+                else:
+                    self.opt = torch.optim.SGD(self.net.parameters())
+
+            def build(self):
+                self.net = Net()
+
+            def fit(self, loader):
+                for x in loader:
+                    self.opt.zero_grad()
+                    loss = self.net(x.cuda()).mean()
+                    loss.backward()
+                    self.opt.step()
+    """
+    followed = [f"self.opt = torch.optim.{kind}(self.net.parameters())" for kind in ("Adam", "SGD")]
+    calls = [("memory.prepare(self.net)", line) for line in (followed if ahead else ["if adam:"])]
+    assert prepared(textwrap.dedent(text)) == calls
+
+
 def test_branches_that_make_the_model_are_each_preceded_ahead_of_their_own():
     text = """
         if resume:
