@@ -63,3 +63,28 @@ def test_a_network_switched_ahead_of_what_may_look_at_its_mode_keeps_the_loss_in
 def test_what_else_is_switched_ahead_of_the_backward_keeps_the_loss_in_place(switch):
     _, loops = apply(loop(last=switch))
     assert loops[0] == ("in-place", "line 14 switches layers or gradients between forward and backward")
+
+
+OWN = """\
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def train(self, batch):
+        return F.cross_entropy(self.layer(batch[0]), batch[1])
+
+
+net = Own()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for batch in loader * 3:
+    loss = net.train(batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+"""
+
+
+def test_a_method_that_computes_the_loss_under_the_name_of_a_switch_is_part_of_it():
+    assert "        loss = net.train(batch)\n" in assert_trains_the_same(OWN)

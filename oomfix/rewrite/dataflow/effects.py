@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
 from oomfix.rewrite.dataflow.calls import calls_in
 from oomfix.rewrite.dataflow.changes import switches_what_is_new
@@ -45,13 +46,18 @@ def only_sets_mode(statement: ast.stmt) -> bool:
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in ("train", "eval")
 
 
-def switches_mode(node: ast.AST) -> bool:
-    """Whether a node switches layers or gradients on or off for what comes after it, as a context does not."""
+def switches_mode(node: ast.AST, *, computes: Callable[[ast.Call], bool] | None = None) -> bool:
+    """Whether a node switches layers or gradients on or off for what comes after it, as a context does not.
+
+    Args:
+        node: the node.
+        computes: whether a call computes a loss, under the name of a switch: `loss = model.train(batch)`.
+    """
     contexts = {id(child.context_expr) for child in nodes_of_scope(node) if isinstance(child, ast.withitem)}
     return any(
         last_name(call) in _MODE_FUNCTIONS or (isinstance(call.func, ast.Attribute) and call.func.attr in _MODE_METHODS)
         for call in calls_in(node)
-        if id(call) not in contexts and not switches_what_is_new(call)
+        if id(call) not in contexts and not switches_what_is_new(call) and not (computes and computes(call))
     ) or any(
         isinstance(child, ast.Attribute) and child.attr == "requires_grad" and isinstance(child.ctx, ast.Store)
         for child in nodes_of_scope(node)

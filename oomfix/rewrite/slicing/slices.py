@@ -255,7 +255,7 @@ class Slicer:
             raise CannotLift(f"line {line} resets gradients on the way to the loss, and nothing else does")
         if self._helpers.meet_other_processes(statement):
             raise CannotLift(f"line {line} waits for other processes on the way to the loss")
-        if switches_mode(statement):
+        if switches_mode(statement, computes=self._networks.leads_to_loss):
             raise CannotLift(f"line {line} switches layers or gradients on the way to the loss")
         if self._helpers.fetch(statement):
             raise CannotLift(f"line {line} fetches a batch on the way to the loss, and would do so for every part")
