@@ -85,6 +85,21 @@ class ConstantTests:
         return changed | {None} if any(_is_setting(path) for call in calls for path in _given(call)) else changed
 
     @cached_property
+    def _made_with_objects(self) -> set[str]:
+        """The attributes that objects get when they are made, and that nothing in sight changes then."""
+        nodes = list(walk(self._tree))
+        if any(isinstance(node, ast.Call) and last_name(node) in ("setattr", "vars") for node in nodes):
+            return set()
+        makers = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+        made = {node for maker in makers for node in walk(maker) if _stores_in_self(node)}
+        stored = (node for node in nodes if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load))
+        changed = {node.attr for node in stored if node not in made}
+        read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        return (
+            set() if "__dict__" in read else {node.attr for node in made if isinstance(node, ast.Attribute)} - changed
+        )
+
+    @cached_property
     def _global(self) -> set[str]:
         """The names that are declared there to be those of a scope around."""
         declared = (node for node in self._later if isinstance(node, ast.Global | ast.Nonlocal))
@@ -129,7 +144,7 @@ class ConstantTests:
         )
 
     def _is_constant(self, test: ast.AST, loops: _Loops) -> bool:
-        """Whether a test asks for names and settings that nothing changes while loops run."""
+        """Whether a test asks for names, settings and attributes that nothing changes while loops run."""
         match test:
             case ast.Constant():
                 return True
@@ -137,6 +152,8 @@ class ConstantTests:
                 return self._stays_bound(left.id, loops)
             case ast.Name():
                 return self._stays_bound(test.id, loops) and test.id not in loops.changed
+            case ast.Attribute(value=ast.Name(id="self")) if test.attr in self._made_with_objects:
+                return True
             case ast.Attribute() | ast.Subscript():
                 path = _setting(test)
                 root = (path or "").split(".")[0]
@@ -148,6 +165,13 @@ class ConstantTests:
 
     def _stays_bound(self, name: str, loops: _Loops) -> bool:
         return name not in self._global and name not in loops.bound
+
+
+def _stores_in_self(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), ctx=ast.Store()):
+            return True
+    return False
 
 
 def _running_later(tree: ast.Module) -> Iterator[ast.stmt]:

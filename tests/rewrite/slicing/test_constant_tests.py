@@ -1,5 +1,7 @@
 """A name that a slice binds under a test of settings is its own, where no iteration can take it from the one before."""
 
+import textwrap
+
 import pytest
 
 from tests.rewrite.equivalence import assert_close, assert_same_bits, parts_as_whole, rewritten, run
@@ -128,6 +130,39 @@ def test_a_test_that_a_function_changes_keeps_the_loop_in_place():
     text = text.replace(
         "def mixed", "first = True\n\n\ndef done():\n    global first\n    first = False\n\n\ndef mixed"
     )
+    after = rewritten(text)
+    assert [loop.rewrite for loop in after.loops] == ["in-place"]
+    assert_same_bits(run(text), run(after.text, preset="off"))
+
+
+OF_AN_OBJECT = """
+class Trainer:
+    def __init__(self, mixup):
+        self.mixup = mixup
+
+    def train(self):
+"""
+
+
+def of_an_object(**changes: str) -> str:
+    """The script with its loop in a method, and a test of an attribute of the object."""
+    text = script(test="self.mixup == True", read_test="self.mixup and i > 0", **changes)
+    top, _, loop = text.partition("\n\ndef train(args, settings, mixup):\n")
+    loop = textwrap.indent(loop.partition("\n\n\ntrain(")[0], "    ")
+    return f"{top}\n{OF_AN_OBJECT}{loop}\n\n\nTrainer(mixup).train()\n"
+
+
+@pytest.mark.parametrize("mixup", [True, False])
+def test_an_attribute_that_an_object_is_made_with_is_a_setting(mixup):
+    text = of_an_object(mixup=mixup)
+    after = rewritten(text, micro_batches=3, precision="fp32")
+    assert [(loop.rewrite, loop.reason) for loop in after.loops] == [("micro-batched", None)]
+    assert parts_as_whole(text, after.text, after.text) == 6
+
+
+@pytest.mark.parametrize("change", ["self.mixup = i == 0", 'setattr(self, "mixup", i == 0)', "self.__dict__['i'] = i"])
+def test_an_attribute_that_may_be_changed_is_none(change):
+    text = of_an_object(mixup=True, behind=change)
     after = rewritten(text)
     assert [loop.rewrite for loop in after.loops] == ["in-place"]
     assert_same_bits(run(text), run(after.text, preset="off"))
