@@ -226,7 +226,7 @@ def _outcomes(ctx: click.Context, rewriter: Rewriter, paths: Sequence[str], writ
             return rewriter.rewrite(paths or ["."], only_training=not paths, progress=progress.show)
     if not sys.stdin.isatty():
         raise click.UsageError("PATH: none given, and nobody to ask; name files or folders, such as `.`")
-    found = rewriter.training_files(".")
+    found = rewriter.training_files()
     if not found:
         raise click.UsageError("PATH: none given, and no file under the current folder holds a training loop")
     for path in found:

@@ -134,10 +134,10 @@ class Rewriter:
         problems = [*self._configuration.problems, *discovery.problems]
         return outcomes + [FileOutcome(path, errors=(message,)) for path, message in problems]
 
-    def training_files(self, folder: str) -> list[str]:
-        """The Python files under a folder that hold a training loop or its iteration, by name."""
-        settings = self._configuration.settings(folder)
-        found = Discovery().find(folder, settings.root, settings.exclude)
+    def training_files(self) -> list[str]:
+        """The Python files under the current folder that hold a training loop or its iteration, by name."""
+        settings = self._configuration.settings(".")
+        found = Discovery().find(".", settings.root, settings.exclude)
         return [file.path for file in found if file.path.endswith(".py") and _trains(file.path)]
 
     def _rewrite(self, found: Found, options: Options) -> FileOutcome | None:

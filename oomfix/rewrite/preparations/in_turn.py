@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.preparations.branches_that_leave import end_branches
 from oomfix.rewrite.preparations.computed_again import compute_again
@@ -39,21 +37,9 @@ _PREPARATIONS = (
 """What may make a slice of what is none yet: each gives edits that change nothing of what a script does."""
 
 
-class Prepared(NamedTuple):
-    """What a preparation does; no edits where none finds anything to do.
-
-    Attributes:
-        edits: the edits.
-        names_losses: whether they give losses names.
-    """
-
-    edits: list[Edit]
-    names_losses: bool = False
-
-
-def prepare(reading: Reading, manager: str) -> Prepared:
-    """The edits of the first preparation that finds something to do in a script."""
+def prepare(reading: Reading, manager: str) -> tuple[list[Edit], bool]:
+    """The edits of the first preparation that finds something to do in a script, and whether they give losses names."""
     for way in _PREPARATIONS:
         if edits := way(reading, manager):
-            return Prepared(edits, way is name_losses)
-    return Prepared([])
+            return edits, way is name_losses
+    return [], False

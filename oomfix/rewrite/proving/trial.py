@@ -108,7 +108,7 @@ def contents_here(outcomes: Sequence[FileOutcome]) -> Contents:
     return contents
 
 
-def try_out(command: str, versions: Versions, say: Callable[[str], object] = lambda line: None) -> Trial:
+def try_out(command: str, versions: Versions, say: Callable[[str], object]) -> Trial:
     """Run a command before the rewrite, after it with OOMFIX_PRESET=off, and after it with the preset in fp32.
 
     Where the version with OOMFIX_PRESET=off trains otherwise, and the rewrite mends the training itself, versions

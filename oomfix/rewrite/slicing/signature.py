@@ -88,7 +88,7 @@ class Signature:
             lift.after.pop()
         live = self._liveness.before(lift.after, live) if lift.after else live
         live -= of_own_closures(lift, self._liveness)
-        lift.underscore_is_taken = "_" in live or _is_from_outside("_", lift.site.scope)
+        lift.underscore_is_taken = "_" in live or _underscore_is_from_outside(lift.site.scope)
         bound = _in_order(lift.lifted)
         if lift.all_names_are_read:
             live |= set(bound)
@@ -381,7 +381,7 @@ def _reading_order(lift: Lift) -> list[str]:
     return sorted(places, key=places.__getitem__)
 
 
-def _is_from_outside(name: str, scope: Scope) -> bool:
-    """Whether a scope reads a name that something around it binds: bound here, it would be a name of the scope."""
-    read = any(name in names_read(statement) for statement in scope.body)
-    return read and not any(name in names_bound(statement) for statement in scope.body)
+def _underscore_is_from_outside(scope: Scope) -> bool:
+    """Whether a scope reads a `_` that something around it binds: bound here, it would be a name of the scope."""
+    read = any("_" in names_read(statement) for statement in scope.body)
+    return read and not any("_" in names_bound(statement) for statement in scope.body)

@@ -12,7 +12,7 @@ from oomfix.script.syntax.patterns import Pattern
 _PARSING = frozenset({"parse_args", "parse_known_args"})
 
 
-def unread_options(nodes: Nodes, pattern: Pattern, in_sight: bool = False) -> list[ast.expr | ast.stmt]:
+def unread_options(nodes: Nodes, pattern: Pattern, in_sight: bool) -> list[ast.expr | ast.stmt]:
     """The calls that add options of some names which nothing reads, and the statements that read them in vain.
 
     `parser.add_argument("--gpu")` and `GPU = args.gpu`, where `GPU` is all there is of it.

@@ -20,9 +20,7 @@ _TOLD = Pattern(
 _RATE = Pattern(r"(^|_)(lr|learning_rate)(_|$)", re.IGNORECASE)
 
 
-def reads_its_size(
-    loop: TrainingLoop, nodes: Iterable[tuple[ast.AST, Scope]], backward: Backward | None = None
-) -> bool:
+def reads_its_size(loop: TrainingLoop, nodes: Iterable[tuple[ast.AST, Scope]], backward: Backward | None) -> bool:
     """Whether an iteration, or a function of the file that it names, may divide by the size of the window.
 
     Asking whether the window is full, counting up to its size and logging it are no such reads, nor is averaging what

@@ -74,7 +74,7 @@ def add_keyword(source: Source, call: ast.Call, keyword: str) -> tuple[Edit, ...
     return (Edit(last, last, f", {keyword}"),)
 
 
-def prepend_argument(source: Source, call: ast.Call, text: str, names: Sequence[str] = ()) -> tuple[Edit, ...]:
+def prepend_argument(source: Source, call: ast.Call, text: str, names: Sequence[str]) -> tuple[Edit, ...]:
     """Put an argument first; the positional ones become keyword arguments of these `names`, or stay as they are.
 
     Empty where that cannot be written: starred arguments have no names, a bare generator stands alone, and nothing
