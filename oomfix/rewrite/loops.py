@@ -175,12 +175,11 @@ class Judge:
 
     def _stepping(self, verdict: Verdict) -> str | None:
         """What is asked both for `step()` and for `zero_grad()`, as optimizers are, though none is seen to be there."""
-        for scope in bodies(verdict, self._blocks):
-            for node in walk(scope):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
-                    owner = ast.unparse(node.func.value)
-                    if f"{owner}.zero_grad" in self._called:
-                        return owner
+        for node in walk(*bodies(verdict, self._blocks)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+                owner = ast.unparse(node.func.value)
+                if f"{owner}.zero_grad" in self._called:
+                    return owner
         return None
 
     def _holds_an_optimizer(self, path: str) -> bool:
@@ -209,14 +208,13 @@ class Judge:
     def _steps_by_name(self, verdict: Verdict) -> Iterator[Step]:
         """Steps of optimizers that come out of a container, such as `kwargs["optimizer"].step()`."""
         event = verdict.backwards[0]
-        for body in bodies(verdict, self._blocks):
-            for node in walk(body):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
-                    receiver = ast.unparse(node.func.value)
-                    path = self._container_of(node.func.value) or path_of(node.func.value)
-                    named = "optim" in receiver.lower() or looks_like_optimizer(path or "")
-                    if named and "sched" not in receiver.lower():
-                        yield Step(node, event.site, event.order, optimizer=receiver, scaled=False)
+        for node in walk(*bodies(verdict, self._blocks)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+                receiver = ast.unparse(node.func.value)
+                path = self._container_of(node.func.value) or path_of(node.func.value)
+                named = "optim" in receiver.lower() or looks_like_optimizer(path or "")
+                if named and "sched" not in receiver.lower():
+                    yield Step(node, event.site, event.order, optimizer=receiver, scaled=False)
 
     def _container_of(self, element: ast.expr) -> str | None:
         """The path of what a loop takes a name from: `opts` of `for o in opts`, `for o in opts.values()`."""

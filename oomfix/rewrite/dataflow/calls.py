@@ -9,9 +9,9 @@ from oomfix.rewrite.dataflow.liveness import nodes_of_scope
 from oomfix.script.syntax.names import last_name, path_of
 
 
-def calls_in(node: ast.AST) -> Iterator[ast.Call]:
-    """The calls that run when a node does, in its own scope."""
-    return (child for child in nodes_of_scope(node) if isinstance(child, ast.Call))
+def calls_in(*nodes: ast.AST) -> Iterator[ast.Call]:
+    """The calls that run when nodes do, in their own scope."""
+    return (child for child in nodes_of_scope(*nodes) if isinstance(child, ast.Call))
 
 
 def called_name(node: ast.expr) -> str:

@@ -46,4 +46,4 @@ class CallsRun:
 
 
 def _calls_within(nodes: list[ast.AST] | list[ast.stmt]) -> list[ast.Call]:
-    return [child for node in nodes for child in walk(node) if isinstance(child, ast.Call)]
+    return [child for child in walk(*nodes) if isinstance(child, ast.Call)]

@@ -129,11 +129,11 @@ def object_changed(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def paths_read(node: ast.AST) -> set[str]:
-    """The access paths of names that a node reads, as long as they go: `self.model`, `x`."""
+def paths_read(*nodes: ast.AST) -> set[str]:
+    """The access paths of names that nodes read, as long as they go: `self.model`, `x`."""
     found: set[str] = set()
     covered: set[int] = set()
-    for child in walk(node):
+    for child in walk(*nodes):
         if isinstance(child, ast.Attribute | ast.Name) and id(child) not in covered:
             path = path_of(child)
             if path is not None:

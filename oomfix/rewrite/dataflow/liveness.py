@@ -16,11 +16,12 @@ _OF_THEIR_OWN = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef
 _MOST_ROUNDS = 6
 
 
-def names_read(node: ast.AST | None) -> set[str]:
-    """The names that evaluating a node may read from around it; those of lambdas and inner functions included."""
+def names_read(*nodes: ast.AST | None) -> set[str]:
+    """The names that evaluating nodes may read from around them; those of lambdas and inner functions included."""
     found: set[str] = set()
-    if node is not None:
-        _read_into(node, found)
+    for node in nodes:
+        if node is not None:
+            _read_into(node, found)
     return found
 
 
@@ -50,22 +51,17 @@ def free_names(function: FunctionNode | ast.Lambda) -> set[str]:
     """The names that a function, its decorators and its defaults read from around it."""
     arguments = function.args
     own = names_of_parameters(arguments)
-    outside: set[str] = set()
-    for default in (*arguments.defaults, *arguments.kw_defaults, *getattr(function, "decorator_list", ())):
-        outside |= names_read(default)
+    outside = names_read(*arguments.defaults, *arguments.kw_defaults, *getattr(function, "decorator_list", ()))
     body = function.body if isinstance(function.body, list) else [function.body]
     declared = {name for node in _own_nodes(function) for name in _declared(node)}
-    own |= {name for statement in body for name in names_bound(statement)} - declared
-    inside: set[str] = set()
-    for part in body:
-        _read_into(part, inside)
-    return outside | (inside - own)
+    own |= names_bound(*body) - declared
+    return outside | (names_read(*body) - own)
 
 
-def names_bound(statement: ast.AST) -> set[str]:
-    """The names that a statement may bind or delete in its scope, in blocks under it too."""
+def names_bound(*statements: ast.AST) -> set[str]:
+    """The names that statements may bind or delete in their scope, in blocks under them too."""
     found: set[str] = set()
-    for node in nodes_of_scope(statement):
+    for node in nodes_of_scope(*statements):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             found.add(node.id)
         elif isinstance(node, FunctionNode | ast.ClassDef):
@@ -79,17 +75,17 @@ def names_bound(statement: ast.AST) -> set[str]:
     return found
 
 
-def names_bound_by_target(target: ast.expr) -> set[str]:
-    """The names in the target of an assignment or loop."""
-    return {node.id for node in walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+def names_bound_by_target(*targets: ast.expr) -> set[str]:
+    """The names in targets of assignments or loops."""
+    return {node.id for node in walk(*targets) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def nodes_of_scope(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and everything under it that runs in the same scope: not the insides of functions and classes.
+def nodes_of_scope(*nodes: ast.AST) -> Iterator[ast.AST]:
+    """Nodes and everything under them that runs in the same scope: not the insides of functions and classes.
 
     The targets of comprehensions belong to the comprehension and are left out; walrus targets are not.
     """
-    waiting = [node]
+    waiting = [*reversed(nodes)]
     while waiting:
         current = waiting.pop()
         yield current
@@ -115,8 +111,7 @@ def definitely_bound(statements: Iterable[ast.stmt]) -> set[str]:
     for statement in statements:
         match statement:
             case ast.Assign():
-                for target in statement.targets:
-                    bound |= names_bound_by_target(target)
+                bound |= names_bound_by_target(*statement.targets)
             case ast.AugAssign() | ast.AnnAssign() if statement.value is not None:
                 bound |= names_bound_by_target(statement.target)
             case ast.With():
@@ -187,7 +182,7 @@ class Liveness:
         else:
             declared = {name for node in nodes_of_scope_body(scope) for name in _declared(node)}
             self.always |= declared
-        self._everything = {name for statement in scope.body for name in names_read(statement)}
+        self._everything = names_read(*scope.body)
         self._after: dict[int, set[str]] = {}
         self._loops: list[tuple[set[str], set[str]]] = []
         self._handlers: list[set[str]] = []
@@ -217,10 +212,8 @@ class Liveness:
         match node:
             case ast.Assign() | ast.AnnAssign():
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                if node.value is not None:
-                    for target in targets:
-                        live = live - names_bound_by_target(target)
-                return live.union(names_read(node.value), *(names_read(target) for target in targets))
+                bound = names_bound_by_target(*targets) if node.value is not None else set()
+                return (live - bound) | names_read(node.value, *targets)
             case ast.If():
                 return names_read(node.test) | self._block(node.body, live) | self._block(node.orelse, live)
             case ast.For() | ast.AsyncFor():
@@ -285,7 +278,7 @@ class Liveness:
 
     def _try(self, node: ast.Try, live: set[str]) -> set[str]:
         finished = self._block(node.finalbody, live)
-        handled: set[str] = {name for statement in node.finalbody for name in names_read(statement)}
+        handled: set[str] = names_read(*node.finalbody)
         for handler in node.handlers:
             handled |= names_read(handler.type) | (self._block(handler.body, finished) - {handler.name or ""})
         otherwise = self._block(node.orelse, finished)
@@ -297,8 +290,7 @@ class Liveness:
 
 def nodes_of_scope_body(scope: Scope) -> Iterator[ast.AST]:
     """Every node that runs in a function's or module's own scope."""
-    for statement in scope.body:
-        yield from nodes_of_scope(statement)
+    return nodes_of_scope(*scope.body)
 
 
 def _captured(scope: Scope) -> set[str]:
@@ -314,8 +306,7 @@ def _captured(scope: Scope) -> set[str]:
 
 def _own_nodes(function: FunctionNode | ast.Lambda) -> Iterator[ast.AST]:
     body = function.body if isinstance(function.body, list) else [function.body]
-    for part in body:
-        yield from nodes_of_scope(part)
+    return nodes_of_scope(*body)
 
 
 def _declared(node: ast.AST) -> list[str]:

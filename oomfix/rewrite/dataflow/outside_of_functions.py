@@ -39,7 +39,7 @@ class OutsideOfFunctions:
 
         `self.trainer.active = False` in a callback: who else calls the trainer by what name is not known.
         """
-        inside = (node for function in self._functions.run_by(statement) for node in walk(function))
+        inside = walk(*self._functions.run_by(statement))
         stored = (node for node in inside if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
         return {node.attr for node in stored if isinstance(node.value, ast.Attribute)}
 
@@ -64,7 +64,7 @@ def _changed_in(function: FunctionNode) -> set[str]:
 
 
 def _read_in(function: FunctionNode) -> set[str]:
-    return {path for one in function.body for path in paths_read(one)}
+    return paths_read(*function.body)
 
 
 def _own_names(function: FunctionNode) -> set[str]:
@@ -72,7 +72,7 @@ def _own_names(function: FunctionNode) -> set[str]:
     inside = list(walk(function))
     declared = {name for node in nodes_of_scope_body(function) for name in _declared(node)}
     declared.update(name for node in inside if isinstance(node, ast.Global) for name in node.names)
-    bound = {name for one in function.body for name in names_bound(one)}
+    bound = names_bound(*function.body)
     bound.update(node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
     return (bound - declared) | {node.arg for node in inside if isinstance(node, ast.arg)}
 

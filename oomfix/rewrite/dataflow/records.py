@@ -60,7 +60,7 @@ class Records:
         """The names of a function for what it adds to: its parameters, and those of scopes around it."""
         if id(function) not in self._known:
             self._known[id(function)] = set()
-            nodes = [node for statement in function.body for node in nodes_of_scope(statement)]
+            nodes = list(nodes_of_scope(*function.body))
             calls = (node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call))
             direct = (call.func for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in _ADDING)
             found = {object_changed(method.value).split(".")[0] for method in direct}
@@ -68,7 +68,7 @@ class Records:
             found |= {object_changed(item).split(".")[0] for item in sums if isinstance(item, ast.Subscript)}
             found |= _only_written(nodes)
             found |= {name for statement in function.body for name in self.added_to(statement)}
-            made = {name for statement in function.body for name in names_bound(statement)}
+            made = names_bound(*function.body)
             self._known[id(function)] = found - made - {name_of_object(function.args), ""}
         return self._known[id(function)]
 

@@ -51,9 +51,9 @@ def are_changed_in_place(
     if not any(_may_change_in_place(statement, functions) for statement in statements):
         return False
     held = _held_with(set(names), [*ahead, *statements])
-    if any(_changes(node, held) for statement in statements for node in nodes_of_scope(statement)):
+    if any(_changes(node, held) for node in nodes_of_scope(*statements)):
         return True
-    calls = (node for statement in statements for node in walk(statement) if isinstance(node, ast.Call))
+    calls = (node for node in walk(*statements) if isinstance(node, ast.Call))
     runs = ((function, functions.bound(call, function)) for call in calls for function in functions.by(call))
     return any(_changes_given(function, bound, held) for function, bound in runs)
 
@@ -82,7 +82,7 @@ def one_by_one(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.ex
 def with_views(names: Set[str], statements: Iterable[ast.stmt]) -> set[str]:
     """Names, and those that statements bind to the same tensors or to views of them: `w = y.view(-1)` for `y`."""
     found, size = set(names), 0
-    nodes = [node for statement in statements for node in nodes_of_scope(statement) if isinstance(node, ast.Assign)]
+    nodes = [node for node in nodes_of_scope(*statements) if isinstance(node, ast.Assign)]
     pairs = [{node.targets[0].id, _viewed(node.value)} for node in nodes if isinstance(node.targets[0], ast.Name)]
     while len(found) > size:
         size = len(found)
@@ -120,7 +120,7 @@ def taken_out(statement: ast.stmt) -> dict[str, str]:
 
 def _held_with(names: set[str], statements: Sequence[ast.stmt]) -> set[str]:
     """The names, and the paths of whatever may share memory with them or hold them."""
-    pairs = [pair for statement in statements for node in nodes_of_scope(statement) for pair in _sharing(node)]
+    pairs = [pair for node in nodes_of_scope(*statements) for pair in _sharing(node)]
     held, size = set(names), 0
     while len(held) > size:
         size = len(held)
@@ -218,4 +218,4 @@ def _changes_given(function: FunctionNode, bound: Bound[ast.expr], held: set[str
     if not given:
         return False
     inside = _held_with(given, function.body)
-    return any(_changes(node, inside) for statement in function.body for node in nodes_of_scope(statement))
+    return any(_changes(node, inside) for node in nodes_of_scope(*function.body))

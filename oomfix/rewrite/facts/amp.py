@@ -179,7 +179,7 @@ class Amp:
         if any(id(call) in inside for call in trained):
             return False
         users = [node for node in walk(scope) if isinstance(node, ast.Call) and last_name(node) not in self._functions]
-        taken = [name for call in users for name in walk(call) if isinstance(name, ast.Name)]
+        taken = [name for name in walk(*users) if isinstance(name, ast.Name)]
         used = [name for name in walk(scope) if isinstance(name, ast.Name) and name.id == target.id]
         return all(name in taken or name is target for name in used)
 

@@ -64,17 +64,11 @@ def _hooks_given(given: ast.expr, functions: list[ast.FunctionDef | ast.AsyncFun
 
 def _changed_by(hook: Hook) -> set[str]:
     body = [ast.Expr(hook.body)] if isinstance(hook, ast.Lambda) else hook.body
-    declared = {
-        name
-        for statement in body
-        for node in walk(statement)
-        if isinstance(node, ast.Global | ast.Nonlocal)
-        for name in node.names
-    }
+    declared = {name for node in walk(*body) if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
     changed = {path.split(".")[0] for statement in body for path in changed_paths(statement)}
     # what is in attributes of an object, the runtime finds there
     own = {"self", "cls"} | names_of_parameters(hook.args)
-    own |= {name for statement in body for name in names_bound(statement)}
+    own |= names_bound(*body)
     return (changed - own) | declared
 
 
@@ -87,7 +81,7 @@ def _follows(registering: ast.Call, lift: Lift) -> bool:
 
 def _used_outside(name: str, lift: Lift) -> int | None:
     """The first line of the iteration, but for the slice, that holds a name, or else of the scope that reads it."""
-    inside = {id(node) for statement in lift.lifted for node in walk(statement)}
+    inside = {id(node) for node in walk(*lift.lifted)}
     iteration = lift.site.iteration
     again = {id(node) for node in walk(iteration)} if iteration is not None else set()
     lines = [

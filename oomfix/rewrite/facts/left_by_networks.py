@@ -36,7 +36,7 @@ class LeftByNetworks:
             CannotLift: it reads one that holds more than a number, of an object that the slice runs.
         """
         roots = [*lift.lifted, lift.site.root]
-        run = {path for node in roots for call in calls_in(node) if (path := path_of(call.func))}
+        run = {path for call in calls_in(*roots) if (path := path_of(call.func))}
         for node in self._reads(lift):
             path = path_of(node) or ""
             owner = path.rpartition(".")[0]
@@ -46,14 +46,13 @@ class LeftByNetworks:
     def _reads(self, lift: Lift) -> Iterator[ast.Attribute | ast.Name]:
         """Where the iteration, but for the slice, reads any of these names."""
         loop = lift.site.iteration or lift.site.scope
-        inside = {id(node) for statement in lift.lifted for node in walk(statement)}
-        for statement in loop.body if self._written or self._globals else ():
-            for node in nodes_of_scope(statement):
-                match node:
-                    case ast.Attribute(attr=name, ctx=ast.Load()) if name in self._written and id(node) not in inside:
-                        yield node
-                    case ast.Name(name, ctx=ast.Load()) if name in self._globals and id(node) not in inside:
-                        yield node
+        inside = {id(node) for node in walk(*lift.lifted)}
+        for node in nodes_of_scope(*loop.body):
+            match node:
+                case ast.Attribute(attr=name, ctx=ast.Load()) if name in self._written and id(node) not in inside:
+                    yield node
+                case ast.Name(name, ctx=ast.Load()) if name in self._globals and id(node) not in inside:
+                    yield node
 
 
 def _is_part(owner: str, called: str) -> bool:

@@ -80,7 +80,7 @@ class LogEffects:
     @staticmethod
     def _written(runs: Iterable[_Run]) -> set[str]:
         inside = [one for run in runs for one in run.function.body]
-        stored = (node for one in inside for node in walk(one) if isinstance(node, ast.Attribute))
+        stored = (node for node in walk(*inside) if isinstance(node, ast.Attribute))
         found = {node.attr for node in stored if isinstance(node.ctx, ast.Store)}
         return found | {path.split(".")[1] for one in inside for path in changed_paths(one) if "." in path}
 
@@ -142,12 +142,12 @@ def _owner_of(call: ast.Call, owner: str, own: set[str]) -> str:
 def _read_in(run: _Run) -> set[str]:
     """The paths that a function reads of what is not its own."""
     own = _bound_in(run.function)
-    paths = (path for one in run.function.body for path in paths_read(one) if path.split(".")[0] not in own)
+    paths = (path for path in paths_read(*run.function.body) if path.split(".")[0] not in own)
     return {run.outside(path) for path in paths}
 
 
 def _bound_in(function: FunctionNode) -> set[str]:
     """The names that are a function's own, but for that of its object."""
     outer = (node for node in walk(function) if isinstance(node, ast.Global | ast.Nonlocal))
-    bound = {name for statement in function.body for name in names_bound(statement)}
+    bound = names_bound(*function.body)
     return (bound | names_of_parameters(function.args)) - {name for node in outer for name in node.names} - {"self"}

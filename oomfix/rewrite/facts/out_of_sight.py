@@ -261,7 +261,7 @@ class OutOfSight:
     def _called_by(self, path: str) -> set[str]:
         """The paths of what a function that is handed on calls; of none that runs a backward, which is seen."""
         if path not in self._called:
-            calls = [node for one in self._functions.of_path(path) for node in walk(one) if isinstance(node, ast.Call)]
+            calls = [node for node in walk(*self._functions.of_path(path)) if isinstance(node, ast.Call)]
             paths = {path for path in (path_of(call.func) for call in calls) if path is not None}
             self._called[path] = set() if any(last_name(call) == "backward" for call in calls) else paths
         return self._called[path]

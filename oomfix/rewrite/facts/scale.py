@@ -49,21 +49,20 @@ class ScaleWatch:
 
     def _why_body_sees(self, verdict: Verdict) -> str | None:
         optimizers = {step.optimizer for step in verdict.steps}
-        for scope in bodies(verdict, self._blocks):
-            for node in walk(scope):
-                if isinstance(node, ast.Call):
-                    name = last_name(node)
-                    if (path := path_of(node.func)) in optimizers:
-                        return f"line {node.lineno} calls `{path}`, a function that steps where it is no optimizer"
-                    if name in _TWO_STEPS:
-                        return f"`{name}` in line {node.lineno} steps twice per batch (SAM)"
-                    if name in ("register_hook", "register_full_backward_hook"):
-                        return f"a hook made in line {node.lineno} would see scaled gradients"
-                if isinstance(node, ast.stmt) and self._reads_between(node, verdict):
-                    return f"line {node.lineno} clips or reads gradients between two backwards of one step"
-                if self._reads_one(node) and (not self._of_parameters(node) or self._is_handed_over(node)):
-                    assert isinstance(node, ast.expr)
-                    return f"line {node.lineno} reads `{ast.unparse(node)}`, a gradient that may be scaled"
+        for node in walk(*bodies(verdict, self._blocks)):
+            if isinstance(node, ast.Call):
+                name = last_name(node)
+                if (path := path_of(node.func)) in optimizers:
+                    return f"line {node.lineno} calls `{path}`, a function that steps where it is no optimizer"
+                if name in _TWO_STEPS:
+                    return f"`{name}` in line {node.lineno} steps twice per batch (SAM)"
+                if name in ("register_hook", "register_full_backward_hook"):
+                    return f"a hook made in line {node.lineno} would see scaled gradients"
+            if isinstance(node, ast.stmt) and self._reads_between(node, verdict):
+                return f"line {node.lineno} clips or reads gradients between two backwards of one step"
+            if self._reads_one(node) and (not self._of_parameters(node) or self._is_handed_over(node)):
+                assert isinstance(node, ast.expr)
+                return f"line {node.lineno} reads `{ast.unparse(node)}`, a gradient that may be scaled"
         return None
 
     def _why_another_function_sees(self, verdict: Verdict) -> str | None:
@@ -71,7 +70,7 @@ class ScaleWatch:
             return None
         if not self._gradients_read:
             return None
-        seen = {id(node) for scope in bodies(verdict, self._blocks) for node in walk(scope)}
+        seen = {id(node) for node in walk(*bodies(verdict, self._blocks))}
         for node in self._gradients_read:
             if id(node) not in seen:
                 does = "reads" if isinstance(node.ctx, ast.Load) else "adds to"
@@ -108,18 +107,17 @@ class ScaleWatch:
 
     def _why_clipping_sees(self, verdict: Verdict) -> str | None:
         """What looks at gradients has to be followed by the step at once."""
-        for scope in bodies(verdict, self._blocks):
-            for node in walk(scope):
-                if not isinstance(node, ast.Expr | ast.Assign) or not _clips_or_reads(node):
-                    continue
-                scope_of = self._blocks.scope_of
-                steps = [step for step in verdict.steps if scope_of(step.node) is scope_of(node)]
-                if not steps and self._unscales(scope_of(node)):
-                    continue
-                if not any(self._follows(step, node, verdict) for step in steps):
-                    return f"line {node.lineno} clips or reads gradients also where no step follows"
-                if (late := self._named_behind(node, steps)) is not None:
-                    return f"line {late} names an optimizer whose gradients line {node.lineno} clips or reads before"
+        for node in walk(*bodies(verdict, self._blocks)):
+            if not isinstance(node, ast.Expr | ast.Assign) or not _clips_or_reads(node):
+                continue
+            scope_of = self._blocks.scope_of
+            steps = [step for step in verdict.steps if scope_of(step.node) is scope_of(node)]
+            if not steps and self._unscales(scope_of(node)):
+                continue
+            if not any(self._follows(step, node, verdict) for step in steps):
+                return f"line {node.lineno} clips or reads gradients also where no step follows"
+            if (late := self._named_behind(node, steps)) is not None:
+                return f"line {late} names an optimizer whose gradients line {node.lineno} clips or reads before"
         return None
 
     def _named_behind(self, reader: ast.stmt, steps: list[Step]) -> int | None:
@@ -267,6 +265,6 @@ def updates_by_hand(node: ast.AST) -> bool:
 
 def _binds(statement: ast.Assign, path: str) -> bool:
     """Whether an assignment gives a path another meaning: to the name, the attribute or what it is an attribute of."""
-    parts = (part for target in statement.targets for part in walk(target) if isinstance(part, ast.expr))
+    parts = (part for part in walk(*statement.targets) if isinstance(part, ast.expr))
     bound = (path_of(part) for part in parts if isinstance(getattr(part, "ctx", None), ast.Store))
     return any(one is not None and f"{path}.".startswith(f"{one}.") for one in bound)

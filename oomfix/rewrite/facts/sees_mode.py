@@ -39,7 +39,7 @@ class SeesMode:
         call = switch.value if isinstance(switch, ast.Expr) else None
         method = call.func if isinstance(call, ast.Call) else None
         switched = path_of(method.value) if isinstance(method, ast.Attribute) else None
-        return switched is None or any(self._may_look(call, switched) for node in nodes for call in calls_in(node))
+        return switched is None or any(self._may_look(call, switched) for call in calls_in(*nodes))
 
     def _may_look(self, call: ast.Call, switched: str) -> bool:
         if call in self._networks:

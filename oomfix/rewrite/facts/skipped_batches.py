@@ -71,7 +71,7 @@ class SkippedBatches:
     def _drops_gradients(self, skip: ast.If, lift: Lift) -> bool:
         """Whether gradients of skipped batches are reset by the skip itself, or by whatever comes next to them."""
         block, end = lift.site.block, lift.site.block.index(lift.site.end)
-        skipped = {node for statement in block[end + 1 :] for node in walk(statement)}
+        skipped = set(walk(*block[end + 1 :]))
         by_skip = {path for path in self._steps.values() if self._reset(path, skip.body)}
         own = {path for call, path in self._steps.items() if call in skipped}
         if not all(self._reset(path, [*block[:end], *skip.body]) for path in own):
@@ -88,7 +88,7 @@ class SkippedBatches:
         current: ast.AST = self._blocks.statement_of(node)
         while isinstance(current, ast.stmt) and not isinstance(current, FunctionNode):
             block = self._blocks.block_of(current)
-            around = any(one is skip for statement in block for one in walk(statement))
+            around = any(one is skip for one in walk(*block))
             for reset in block[: block.index(current)]:
                 if self._reset(optimizer, [reset]) and not (around and reset.lineno < skip.lineno < node.lineno):
                     return True

@@ -40,7 +40,7 @@ class StatelessNetworks(SteadyNetworks):
 
 def _keeps(function: FunctionNode) -> bool:
     """Whether a function changes what is not its own, `self.calls += 1`, or asks for the mode of its network."""
-    own = {name for statement in function.body for name in names_bound(statement)}
+    own = names_bound(*function.body)
     changed = {path for statement in function.body for path in changed_paths(statement)}
     return any(path.split(".")[0] not in own for path in changed) or any(
         isinstance(node, ast.Global | ast.Nonlocal) or (isinstance(node, ast.Attribute) and node.attr == "training")

@@ -89,7 +89,7 @@ class BatchCount:
         name = path_of(self.batches)
         made = _only_assignment(name, self.loop, self.blocks) if name is not None else None
         sources = [self.batches, *([] if made is None else [made.value])]
-        nodes = (node for source in sources for node in walk(source))
+        nodes = walk(*sources)
         return {ast.dump(node) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
 
 
@@ -147,7 +147,7 @@ def shape_of(loop: ast.For, decision: ast.If, blocks: Blocks, quotients: Set[str
         if not count.is_last(part, negated=skips):
             raise CannotFold(f"the window also waits for `{ast.unparse(part)}`")
     _check_size(sizes[0], count, quotients)
-    if count.index in {name for statement in loop.body for name in names_bound(statement)}:
+    if count.index in names_bound(*loop.body):
         raise CannotFold(f"`{count.index}` is changed inside of the loop")
     return WindowShape(count, sizes[0], bool(others), skips, test)
 
@@ -268,7 +268,7 @@ def _check_size(size: ast.expr, count: BatchCount, quotients: Set[str]) -> None:
         raise CannotFold(f"`{ast.unparse(size)}` may be another number each time")
     names = names_read(size)
     changed = {path_of(node) for node in walk(loop) if isinstance(node, ast.Attribute) and _stores(node)}
-    bound = {name for statement in loop.body for name in names_bound(statement)}
+    bound = names_bound(*loop.body)
     scope = count.blocks.scope_of(loop)
     if scope is not None:
         bound |= {

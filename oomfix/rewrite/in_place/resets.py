@@ -217,12 +217,12 @@ def _is_made_again(node: ast.Call, blocks: Blocks) -> bool:
     loop = blocks.loop_of(node)
     if loop is None:
         return False
-    bound = {name for statement in loop.body for name in names_bound(statement)}
+    bound = names_bound(*loop.body)
     return not any(names_read(argument) & bound for argument in node.args)
 
 
 def _all_within(calls: Iterable[ast.Call], statements: Sequence[ast.stmt]) -> bool:
-    within = {id(node) for statement in statements for node in walk(statement)}
+    within = {id(node) for node in walk(*statements)}
     return all(id(call) in within for call in calls)
 
 

@@ -160,7 +160,7 @@ class WindowFolder:
         for one in verdict.backwards:
             if any(one is not other and not apart(one.node, other.node) for other in verdict.backwards):
                 raise CannotFold("several losses share it, whose batches could not be weighed together")
-        behind = {id(node) for statement in self._stepping(decision, loop) for node in walk(statement)}
+        behind = {id(node) for node in walk(*self._stepping(decision, loop))}
         for step in (*verdict.loop.steps, *verdict.steps):
             inside = any(parent is loop for parent in self._blocks.ancestors(step.node))
             if inside and id(step.node) not in behind:
@@ -187,8 +187,7 @@ class WindowFolder:
             either_way: conditions on both sides of which such a node runs.
         """
         current: ast.AST = node if isinstance(node, ast.stmt) else self._blocks.statement_of(node)
-        bound = {name for statement in getattr(loop, "body", ()) for name in names_bound(statement)}
-        bound |= names_bound(loop)
+        bound = names_bound(loop, *getattr(loop, "body", ()))
         while current is not loop:
             assert isinstance(current, ast.stmt)
             block = self._blocks.block_of(current)
@@ -238,11 +237,10 @@ class WindowFolder:
     def _schedules(self, verdict: Verdict, decision: ast.If) -> Iterator[ast.Call]:
         """The schedules that are stepped where a window closes, and not where the tail of an epoch is stepped."""
         optimizers = {id(step.node) for step in (*verdict.loop.steps, *verdict.steps)}
-        behind = {ast.unparse(call.func) for tail in self._tails(verdict) for call in calls_in(tail)}
-        for statement in self._stepping(decision, verdict.loop.node):
-            for call in calls_in(statement):
-                if last_name(call) == "step" and id(call) not in optimizers and ast.unparse(call.func) not in behind:
-                    yield call
+        behind = {ast.unparse(call.func) for call in calls_in(*self._tails(verdict))}
+        for call in calls_in(*self._stepping(decision, verdict.loop.node)):
+            if last_name(call) == "step" and id(call) not in optimizers and ast.unparse(call.func) not in behind:
+                yield call
 
     @cached_property
     def _makes_one_cycle(self) -> bool:

@@ -60,13 +60,11 @@ def _computes_behind(block: ast.With, statement: ast.stmt, reading: Reading) -> 
     So do tests around it that hold more than the backward.
     """
     behind = block.body[block.body.index(statement) + isinstance(statement, ast.Expr) :]
-    made = {name for other in behind for name in names_bound(other)}
+    made = names_bound(*behind)
     forwards = {forward.node for forward in reading.script.trace.forwards.values()}
     backwards = {event.node for event in reading.script.backwards}
     return any(
-        node in forwards or (node in backwards and not made.isdisjoint(names_read(node)))
-        for other in behind
-        for node in walk(other)
+        node in forwards or (node in backwards and not made.isdisjoint(names_read(node))) for node in walk(*behind)
     )
 
 

@@ -120,7 +120,7 @@ class _Samples(NamedTuple):
         for one in between:
             if (name := _other_name(one, names)) is not None:
                 names.append(name)
-        bound = [name for one in between for name in names_bound(one) if name in names]
+        bound = [name for name in names_bound(*between) if name in names]
         if len(bound) + len(parts) != len(names):
             return None
         return cls(frozenset(names), forward.path, between)
@@ -138,7 +138,7 @@ class _Samples(NamedTuple):
         """
         given = {id(argument) for one in reading.script.trace.forwards.values() for argument in one.given}
         others = [one for one in self.between if _other_name(one, self.names) is None]
-        nodes = (node for statement in others for node in walk(statement))
+        nodes = walk(*others)
         edits: list[Edit] = []
         for read in (node for node in nodes if isinstance(node, ast.Name) and node.id in self.names):
             if any(id(one) in cut for one in reading.blocks.ancestors(read)):
@@ -180,7 +180,7 @@ class _Samples(NamedTuple):
 
 def _may_keep(call: ast.Call, reading: Reading) -> bool:
     """Whether a function in sight that a call runs may keep what it is given beyond the call."""
-    nodes = (node for function in reading.calls_run.functions([call]) for node in walk(function))
+    nodes = walk(*reading.calls_run.functions([call]))
     return any(
         (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store))
         or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr != "requires_grad")

@@ -42,8 +42,8 @@ def _forward_ahead_of(branch: ast.If, backward: ast.stmt, reading: Reading) -> l
     ahead = block[: block.index(branch)]
     first = next((place for place, one in enumerate(ahead) if not forwards.isdisjoint(reading.calls_run.by(one))), None)
     moved = ahead[first:] if first is not None else []
-    made = {name for one in moved for name in names_bound(one)}
-    needed = {name for one in branch.body[: branch.body.index(backward)] for name in names_read(one)}
+    made = names_bound(*moved)
+    needed = names_read(*branch.body[: branch.body.index(backward)])
     fits = len(moved) <= _MOST_LINES and all(map(_only_binds_names, moved)) and bool(made & needed)
     same = made.isdisjoint(names_read(branch.test)) and not _may_set(branch.test, moved, reading)
     return moved if fits and same else []
@@ -52,8 +52,8 @@ def _forward_ahead_of(branch: ast.If, backward: ast.stmt, reading: Reading) -> l
 def _may_set(test: ast.expr, moved: Sequence[ast.stmt], reading: Reading) -> bool:
     """Whether functions of the file that statements run write what a test asks for, of whatever object."""
     asked = {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None) for node in walk(test)}
-    run = reading.calls_run.functions([call for one in moved for call in calls_in(one)])
-    written = (node for function in run for node in walk(function))
+    run = reading.calls_run.functions(list(calls_in(*moved)))
+    written = walk(*run)
     if any(isinstance(node, ast.Subscript) for node in walk(test)) and any(map(_stores_items, run)):
         return True
     return any(

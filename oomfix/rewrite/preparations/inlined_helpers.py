@@ -65,7 +65,7 @@ def _helpers(reading: Reading) -> Iterator[ast.FunctionDef]:
         parameters = function.args
         plain = not (parameters.posonlyargs or parameters.kwonlyargs or parameters.vararg or parameters.kwarg)
         own = function.name.startswith("_") or (_is_script(reading) and function in reading.source.tree.body)
-        nodes = [node for statement in function.body for node in walk(statement)]
+        nodes = list(walk(*function.body))
         if not (plain and own and loss in names_of_parameters(parameters)) or not forwards.isdisjoint(nodes):
             continue
         if any(isinstance(node, _NOT_WRITTEN_OUT) or getattr(node, "id", None) in _OF_ITS_SCOPE for node in nodes):
@@ -178,19 +178,19 @@ def _means_the_same(call: Call, helper: ast.FunctionDef, reading: Reading) -> bo
     scope = reading.blocks.scope_of(call.statement)
     if scope is None or scope is helper:
         return False
-    bound = {name for statement in helper.body for name in names_bound(statement)}
-    read = {name for statement in helper.body for name in names_read(statement)} - set(call.given) - bound
+    bound = names_bound(*helper.body)
+    read = names_read(*helper.body) - set(call.given) - bound
     around = [scope, *(one for one in reading.blocks.ancestors(scope) if isinstance(one, FunctionNode))]
     outside = [one for one in around if one is scope or one not in list(reading.blocks.ancestors(helper))]
     own = {
         name
         for one in outside
         if isinstance(one, FunctionNode)
-        for name in names_of_parameters(one.args).union(*map(names_bound, one.body))
+        for name in names_of_parameters(one.args) | names_bound(*one.body)
     }
     if own & read:
         return False
-    there = own.union(*map(names_bound, scope.body), *map(names_read, scope.body))
+    there = own | names_bound(*scope.body) | names_read(*scope.body)
     there = there.union(*(one.names for one in reading.script.imports.nodes.of(ast.Global)))
     nodes = WrittenOut(call, helper, reading).nodes
     if any(map(_is_private, nodes)) and _class_around(call.statement, reading) is not _class_around(helper, reading):
@@ -246,7 +246,7 @@ def _may_change(node: ast.AST, call: Call, reading: Reading) -> bool:
         one.startswith((f"{owner}.", f"{owner}[")) for one in taken for owner in given if owner
     ):
         return True
-    for inside in (inside for one in reading.calls_run.functions([node]) for inside in walk(one)):
+    for inside in walk(*reading.calls_run.functions([node])):
         if isinstance(inside, ast.Global | ast.Nonlocal) and taken & set(inside.names):
             return True
         if isinstance(inside, ast.Attribute | ast.Subscript) and not isinstance(inside.ctx, ast.Load):

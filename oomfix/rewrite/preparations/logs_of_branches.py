@@ -152,7 +152,7 @@ class _Branches:
 
     def _way(self, test: ast.expr | None, body: list[ast.stmt], condition: ast.If, around: _Around) -> _Way:
         inside = {name for one in (*around.before, condition) for name in _bound_plainly(one)}
-        read = {path for one in around.behind for path in paths_read(one)}
+        read = paths_read(*around.behind)
         logged = [
             one
             for one in body
@@ -168,7 +168,7 @@ class _Branches:
         """Logs with what is computed for them alone: `grid = make_grid(x)`, ahead of `writer.add_image("x", grid)`."""
         found = list(logged)
         for one in reversed(body):
-            wanted = names_bound(one) & {name for log in found for name in names_read(log)}
+            wanted = names_bound(one) & names_read(*found)
             if not wanted or one in found or not self._only_computes(one):
                 continue
             others = [other for other in (*body, *around.behind) if other is not one and other not in found]
@@ -324,7 +324,7 @@ class _Writing:
 
 
 def _bound_and_logged(way: _Way) -> set[str]:
-    return definitely_bound(way.computes) & {name for one in way.logged for name in names_read(one)}
+    return definitely_bound(way.computes) & names_read(*way.logged)
 
 
 def _ways(condition: ast.If) -> Iterator[tuple[ast.expr | None, list[ast.stmt]]]:

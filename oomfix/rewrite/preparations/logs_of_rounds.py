@@ -119,13 +119,13 @@ def _loops(reading: Reading, manager: str, effects: LogEffects) -> Iterator[_Loo
             known.add(outer)
             inner, entered = outer, set[str]()
             while isinstance(inner, ast.With) and isinstance(inner.body[-1], ast.With | ast.For):
-                entered |= {name for item in inner.items for name in names_bound(item)}
+                entered |= names_bound(*inner.items)
                 inner = inner.body[-1]
             if isinstance(inner, ast.For) and not inner.orelse and _ends_in_itself(inner):
                 behind = [block[other] for other in sorted(needed_for(block, end, manager)) if other > index]
                 loop = _Loop(inner, outer, block[:index], block[index + 1 : end + 1], ())
                 logged = _logged(loop, [*behind, block[end]], effects)
-                if logged and entered.isdisjoint(name for statement in logged for name in names_read(statement)):
+                if logged and entered.isdisjoint(names_read(*logged)):
                     yield replace(loop, logged=logged)
 
 
@@ -163,22 +163,20 @@ def _logged(loop: _Loop, behind: list[ast.stmt], effects: LogEffects) -> list[as
         if not seen:
             break
         found = [one for one in found if one not in seen]
-    inside = {name for statement in (*loop.before, loop.node) for name in names_bound(statement)}
+    inside = names_bound(*loop.before, loop.node)
     lasting = {path for one in found for path in changed_paths(one) if path.split(".")[0] not in inside}
-    counted = {name for one in found for name in names_bound(one)} - {
-        name for statement in loop.before for name in names_bound(statement)
-    }
+    counted = names_bound(*found) - names_bound(*loop.before)
     return found if lasting or counted else []
 
 
 def _values(loop: _Loop, effects: LogEffects) -> list[str] | None:
     """The names bound in a round that are logged; None where they may be other values behind the loop."""
     body = loop.node.body
-    bound = {name for statement in loop.computes for name in names_bound(statement)}
+    bound = names_bound(*loop.computes)
     values: set[str] = set()
     for statement in loop.logged:
         read, place = names_read(statement) & bound, body.index(statement)
-        again = {name for other in body[place:] for name in names_bound(other)}
+        again = names_bound(*body[place:])
         if read & again or not read <= definitely_bound(body[:place]):
             return None
         values |= read
@@ -195,7 +193,7 @@ def _values(loop: _Loop, effects: LogEffects) -> list[str] | None:
 
 def _is_made(name: str, loop: _Loop, effects: LogEffects) -> bool:
     """Whether a round binds a name to something new that no others hold as well, or to what no round changes."""
-    nodes = [node for statement in loop.computes for node in nodes_of_scope(statement)]
+    nodes = list(nodes_of_scope(*loop.computes))
     stores = [
         one for one in nodes if isinstance(one, ast.Name) and one.id == name and not isinstance(one.ctx, ast.Load)
     ]
@@ -231,7 +229,7 @@ def _header(loop: _Loop, values: list[str], kept: str, reading: Reading, passing
         return f"for {ast.unparse(target.elts[0])}, {nested} in enumerate({kept}):"
     if called == "range" and isinstance(target, ast.Name):
         return f"for {target.id}, {nested} in enumerate({kept}):"
-    inside = {name for one in (*loop.before, loop.outer) for name in names_bound(one)}
+    inside = names_bound(*loop.before, loop.outer)
     if not _is_there_again(node.iter) or names_read(node.iter) & inside or paths_read(node.iter) & passing:
         return None
     told = ast.unparse(target)
@@ -241,7 +239,7 @@ def _header(loop: _Loop, values: list[str], kept: str, reading: Reading, passing
 
 def _needed(loop: _Loop) -> set[str]:
     """What the loop runs over, by the names that are logged."""
-    return {name for one in loop.logged for name in names_read(one)} & names_bound_by_target(loop.node.target)
+    return names_read(*loop.logged) & names_bound_by_target(loop.node.target)
 
 
 def _text(node: ast.expr, reading: Reading) -> str:
@@ -253,7 +251,7 @@ def _text(node: ast.expr, reading: Reading) -> str:
 def _with_rounds(loop: _Loop, values: list[str], effects: LogEffects, passing: set[str]) -> list[str] | None:
     """The values with what the loop runs over, to be kept as well; None where it may be something else each time."""
     needed = _needed(loop)
-    bound = {name for statement in loop.node.body for name in names_bound(statement)}
+    bound = names_bound(*loop.node.body)
     changed = {path for statement in loop.node.body for path in changed_paths(statement)}
     run_over = paths_read(loop.node.iter)
     if needed & bound or overlap(changed, needed) or run_over & passing or any(map(_FETCHED.search, run_over)):
@@ -264,7 +262,7 @@ def _with_rounds(loop: _Loop, values: list[str], effects: LogEffects, passing: s
 
 
 def _names_in_order(target: ast.expr) -> list[str]:
-    return [node.id for one in unpacked(target) for node in walk(one) if isinstance(node, ast.Name)]
+    return [node.id for node in walk(*unpacked(target)) if isinstance(node, ast.Name)]
 
 
 def _is_there_again(node: ast.expr) -> bool:

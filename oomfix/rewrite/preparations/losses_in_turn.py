@@ -132,7 +132,7 @@ class Turns:
         """The paths that a statement reads, in functions of the file too; None where a method out of sight may read."""
         calls = list(self._calls_run.by(statement))
         functions = [function for call in calls for function in self._functions.by(call)]
-        found = {path for node in (statement, *functions) for path in paths_read(node)} - {self._manager}
+        found = paths_read(statement, *functions) - {self._manager}
         for call in calls:
             owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
             if owner == "self" and call not in self._networks and not self._functions.by(call):

@@ -92,7 +92,7 @@ def _read_behind(block: ast.With, loop: TrainingLoop, reading: Reading) -> set[s
         event.node for event in loop.backwards if reading.blocks.scope_of(event.node) is scope
     ]
     ends = ends or [statement for statement in statements if isinstance(statement, ast.Return)]
-    paths = {path for end in ends for path in paths_read(end)}
+    paths = paths_read(*ends)
     first, last = block.end_lineno or block.lineno, max((end.lineno for end in ends), default=0)
     behind = [one for one in statements if isinstance(one, _BINDING) and first < one.lineno < last]
     for statement in sorted(behind, key=lambda one: one.lineno, reverse=True):

@@ -55,7 +55,7 @@ def _is_autocast(statement: ast.stmt, manager: str) -> bool:
 
 def _end_of_shared(block: ast.With, later: list[ast.stmt], reading: Reading) -> int | None:
     """The index in a block behind all that runs networks for the backwards `later`; None where others run ahead."""
-    called = {node for one in later for node in walk(one)}
+    called = set(walk(*later))
     through = {origin for event in reading.script.backwards if event.node in called for origin in event.origins}
     forwards = list(reading.script.trace.forwards.values())
     run = [set(reading.calls_run.by(statement)) for statement in block.body]

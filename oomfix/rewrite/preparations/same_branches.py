@@ -51,7 +51,7 @@ def merge_branches(reading: Reading, manager: str) -> MergedBranches:
         if found:
             edits += found
             flags.add(ast.dump(branch.test))
-            other = {id(node) for statement in branch.orelse for node in walk(statement)}
+            other = {id(node) for node in walk(*branch.orelse)}
             gone |= {number for number, call in enumerate(backwards) if id(call) in other}
     for node in reading.script.imports.nodes.of(ast.If) if flags else ():
         if ast.dump(node.test) in flags and _only_unscales(node, manager):

@@ -97,7 +97,7 @@ class WrittenOut:
     @property
     def nodes(self) -> list[ast.AST]:
         """What is left of the helper: all but the branches that the constants it is given rule out."""
-        nodes = (node for statement in self._body for node in walk(statement))
+        nodes = walk(*self._body)
         return [node for node in nodes if getattr(node, "lineno", 0) in self._places]
 
     def edit(self) -> Edit:
@@ -125,7 +125,7 @@ class WrittenOut:
     def _replaced(self) -> Iterator[Edit]:
         """The edits that put arguments in the place of parameters, and what is known of those in that of tests."""
         known = [node for node in self.nodes if isinstance(node, ast.Compare) and self._is(node) is not None]
-        decided = {id(inner) for node in known for inner in walk(node)}
+        decided = {id(inner) for inner in walk(*known)}
         yield from (Edit(*bounds(self._source, node), str(self._is(node))) for node in known)
         for node in self.nodes:
             if isinstance(node, ast.Name) and node.id in self._call.given and id(node) not in decided:
@@ -205,7 +205,7 @@ class WrittenOut:
                 return None if inner is None else not inner
             case ast.BoolOp(op=op, values=values):
                 known, ends = [self._is(one) for one in values], isinstance(op, ast.Or)
-                if ends in known and not any(isinstance(node, ast.Call) for one in values for node in walk(one)):
+                if ends in known and not any(isinstance(node, ast.Call) for node in walk(*values)):
                     return ends
                 return None if None in known or ends in known else not ends
             case ast.Compare(left=left, ops=[op], comparators=[right]):

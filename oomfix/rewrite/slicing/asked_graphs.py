@@ -59,7 +59,7 @@ def check_graphs_not_asked(lift: Lift) -> None:
     given = {*lift.outputs, lift.loss}
     # ahead of the slice, the loop reads what its last iteration has left
     first = min(one.lineno for one in (lift.site.iteration, lift.site.block[0]) if one is not None)
-    moved = {id(node) for statement in lift.lifted for node in walk(statement)}
+    moved = {id(node) for node in walk(*lift.lifted)}
     for node in nodes_of_scope_body(lift.site.scope):
         if not isinstance(node, ast.Attribute) or node.attr not in _OF_THE_GRAPH or id(node) in moved:
             continue
@@ -76,6 +76,6 @@ def _check_not_carried(lift: Lift) -> None:
     if lift.site.iteration is None:
         return
     carried = carried_from_leaves(lift.site.iteration, nodes_of_scope_body(lift.site.scope))
-    bound = {name for statement in lift.lifted for name in names_bound(statement)}
+    bound = names_bound(*lift.lifted)
     if again := carried & bound & {*lift.inputs}:
         raise CannotLift(f"{min(again)} goes on into the loss of the next iteration, with its graph")

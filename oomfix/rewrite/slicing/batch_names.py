@@ -78,7 +78,7 @@ class BatchNames:
 
     def _given_to_networks(self, lift: Lift) -> set[str]:
         """Names given as they are, or as columns, to a network or to a function that runs one."""
-        calls = (node for part in (*lift.lifted, lift.site.root) for node in walk(part) if isinstance(node, ast.Call))
+        calls = (node for node in walk(*lift.lifted, lift.site.root) if isinstance(node, ast.Call))
         given = (one for call in calls if self._runs_forward(call) for one in (*call.args, *call.keywords))
         values = (one.value if isinstance(one, ast.keyword | ast.Starred) else one for one in given)
         return {value.id for value in map(_of_all_rows, values) if isinstance(value, ast.Name)}
@@ -258,30 +258,29 @@ def bound_by_iteration(lift: Lift) -> set[str]:
 
 def bound_anywhere(scope: Scope) -> set[str]:
     """The names that a scope binds, those of its parameters included."""
-    bound = {name for statement in scope.body for name in names_bound(statement)}
+    bound = names_bound(*scope.body)
     return bound if isinstance(scope, ast.Module) else bound | names_of_parameters(scope.args)
 
 
 def _called_names(lift: Lift) -> set[str]:
     """Names that the slice calls, and those of functions and classes: no data."""
     found: set[str] = set()
-    for part in (*lift.lifted, lift.site.root):
-        for node in walk(part):
-            if isinstance(node, ast.Call):
-                if isinstance(node.func, ast.Name):
-                    found.add(node.func.id)
-                elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
-                    if _NOT_DATA.search(node.func.value.id) or looks_like_module(node.func.value.id):
-                        found.add(node.func.value.id)
+    for node in walk(*lift.lifted, lift.site.root):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                found.add(node.func.id)
+            elif isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                if _NOT_DATA.search(node.func.value.id) or looks_like_module(node.func.value.id):
+                    found.add(node.func.value.id)
     return found
 
 
 def _given_to_calls(lift: Lift) -> set[str]:
     """Names given as they are, or as a part, to what the slice calls; `torch.randn(n, width)` is given sizes."""
-    calls = [n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.Call)]
+    calls = [n for n in walk(*lift.lifted, lift.site.root) if isinstance(n, ast.Call)]
     made = {id(node) for call in calls if last_name(call) in MADE_BY_SIZE for node in walk(call)}
     arguments = (one for call in calls for one in arguments_of(call))
-    given = (node for argument in arguments for node in walk(argument) if id(node) not in made)
+    given = (node for node in walk(*arguments) if id(node) not in made)
     return {node.id for node in given if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
 
 
@@ -290,7 +289,7 @@ def _compared_by_losses(lift: Lift) -> set[str]:
     loop = lift.site.iteration
     if not (isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and last_name(loop.iter) in COUNTING):
         return set()  # what its header gives is the batch
-    calls = (n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.Call))
+    calls = (n for n in walk(*lift.lifted, lift.site.root) if isinstance(n, ast.Call))
     losses = (call for call in calls if _COMPARING.search(name := last_name(call)) or _is_criterion(name))
     return {call.args[1].id for call in losses if len(call.args) > 1 and isinstance(call.args[1], ast.Name)}
 
@@ -302,14 +301,14 @@ def _is_criterion(name: str) -> bool:
 
 def _reckoned_with(lift: Lift) -> set[str]:
     """Names that the slice reckons with: `ratios * advantages.view(-1, 1)`."""
-    operations = (n for part in (*lift.lifted, lift.site.root) for n in walk(part) if isinstance(n, ast.BinOp))
+    operations = (n for n in walk(*lift.lifted, lift.site.root) if isinstance(n, ast.BinOp))
     sides = (_receiver(side) for n in operations for side in (n.left, n.right))
     return {side.id for side in sides if isinstance(side, ast.Name)}
 
 
 def _read_by_columns(lift: Lift) -> set[str]:
     """`y` of `target = y[:, task]`."""
-    nodes = [node for part in (*lift.lifted, lift.site.root) for node in walk(part)]
+    nodes = list(walk(*lift.lifted, lift.site.root))
     columns = [rows for node in nodes if (rows := _of_all_rows(node)) is not node]
     return {rows.id for rows in columns if isinstance(rows, ast.Name) and isinstance(rows.ctx, ast.Load)}
 

@@ -145,14 +145,14 @@ class Between:
     def _of_both(self, statement: ast.stmt, behind: list[ast.stmt], lift: Lift) -> set[str]:
         """The names that a statement and lines behind it bind anew, and that nobody else reads: `i` of two loops."""
         site, liveness = lift.site, self._liveness_of(lift.site.scope)
-        bound = names_bound(statement) & {name for other in behind for name in names_bound(other)}
+        bound = names_bound(statement) & names_bound(*behind)
         if not bound:
             return bound
         first = liveness.before([statement], set()) | liveness.before(behind, set())
         block = site.block
         between = (one for one in block[block.index(statement) + 1 : block.index(site.end)] if one not in behind)
         later = liveness.after(site.end) | liveness.after(site.statement) | names_read(site.root)
-        return bound - first - later - {name for one in between for name in names_read(one)}
+        return bound - first - later - names_read(*between)
 
     def place_in_branch(self, lift: Lift) -> None:
         """Where the statements ahead of a backward in its `if train:` go; the test is asked before the loss is known.
@@ -163,7 +163,7 @@ class Between:
         branch = lift.site.branch
         if branch is None:
             return
-        bound = {name for statement in lift.lifted for name in names_bound(statement)}
+        bound = names_bound(*lift.lifted)
         test = branch if isinstance(branch, ast.If) else None
         while test is not None:
             if bound & names_read(test.test):
@@ -209,7 +209,7 @@ class Between:
     def _check_reset(self, reset: ast.stmt, ahead: list[ast.stmt], lift: Lift) -> None:
         """Whether a reset of gradients means the same ahead of the statements that it stood behind."""
         liveness = self._liveness_of(lift.site.scope)
-        made = {name for other in ahead for name in names_bound(other)}
+        made = names_bound(*ahead)
         if liveness.before([reset], set()) & made or names_bound(reset) & liveness.before(ahead, set()):
             raise CannotLift(f"line {reset.lineno} changes gradients, and shares names with lines ahead of it")
 

@@ -58,7 +58,7 @@ def bound_by_the_networks_ways(lift: Lift, runs_forward: Callable[[ast.AST], boo
         if isinstance(statement, ast.If):
             ways = [[one for one in way if runs_forward(one)] for way in _ways(statement)]
             read = read_at_once([*lift.lifted[index + 1 :], ast.Expr(lift.site.root)])
-            read -= {name for one in lift.lifted[: index + 1] for name in names_read(one)}
+            read -= names_read(*lift.lifted[: index + 1])
             found |= read.intersection(*(definitely_bound(way) for way in ways))
     return found - _bound_besides(lift) - lift.site.bound_before
 
@@ -100,7 +100,7 @@ def missed_otherwise(lift: Lift) -> set[str]:
     for index, statement in enumerate(lift.lifted):
         if isinstance(statement, ast.If):
             read = read_at_once([*lift.lifted[index + 1 :], ast.Expr(site.root)])
-            read -= {name for one in lift.lifted[: index + 1] for name in names_read(one)}
+            read -= names_read(*lift.lifted[: index + 1])
             found |= names_bound(statement) & read
     return found - _bound_besides(lift) - site.bound_before
 
@@ -128,11 +128,10 @@ def _ways(condition: ast.If) -> list[list[ast.stmt]]:
 
 def _bound_besides(lift: Lift) -> set[str]:
     """The names that the iteration binds outside of the slice."""
-    lifted = {id(node) for statement in lift.lifted for node in nodes_of_scope(statement)}
+    lifted = {id(node) for node in nodes_of_scope(*lift.lifted)}
     body = (lift.site.iteration or lift.site.scope).body
     return {
         node.id
-        for statement in body
-        for node in nodes_of_scope(statement)
+        for node in nodes_of_scope(*body)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in lifted
     }

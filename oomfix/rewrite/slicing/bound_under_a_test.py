@@ -47,7 +47,7 @@ def _only_changes(name: str, statement: ast.stmt) -> bool:
 def asks_for_rows(test: ast.expr, lift: Lift) -> bool:
     """Whether a test looks into what a slice is given of the batch, so that parts of it may give something else."""
     batch = set(lift.inputs).difference(*map(_counted_by, lift.site.loops))
-    plain = {part for one in _asking_for_parts(test) for part in walk(one)}
+    plain = set(walk(*_asking_for_parts(test)))
     return any(isinstance(node, ast.Name) and node.id in batch and node not in plain for node in walk(test))
 
 
@@ -74,7 +74,7 @@ def _test_in(block: Sequence[ast.stmt], name: str) -> ast.expr | None:
     binding = [one for one in block if name in names_bound(one)]
     if not binding:
         return ast.Constant(value=False)
-    deletes = any(isinstance(node, ast.Delete) for one in binding for node in walk(one))
+    deletes = any(isinstance(node, ast.Delete) for node in walk(*binding))
     if name in definitely_bound(binding) and not deletes:
         return ast.Constant(value=True)
     if len(binding) > 1 or deletes:

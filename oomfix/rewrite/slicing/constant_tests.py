@@ -52,7 +52,7 @@ class _Loops:
 
     def __init__(self, loops: Sequence[ast.stmt]) -> None:
         self._loops = loops
-        self.bound = {name for loop in loops for name in names_bound(loop)}
+        self.bound = names_bound(*loops)
 
     @cached_property
     def changed(self) -> set[str]:
@@ -73,7 +73,7 @@ class ConstantTests:
     @cached_property
     def _later(self) -> list[ast.AST]:
         """What stands in functions and loops, which may run again when a loop has begun."""
-        return [node for statement in _running_later(self._tree) for node in walk(statement)]
+        return list(walk(*_running_later(self._tree)))
 
     @cached_property
     def _changed(self) -> set[str | None]:
@@ -116,7 +116,7 @@ class ConstantTests:
             lift: the slice.
             outside: the names that are read elsewhere.
         """
-        bound = {name for statement in lift.lifted for name in names_bound(statement)}
+        bound = names_bound(*lift.lifted)
         found = bound - outside - lift.site.bound_before - _bound_elsewhere(lift)
         loops = _Loops(lift.site.loops)
         return {name for name in found if self._is_own(name, lift, loops)}
@@ -129,7 +129,7 @@ class ConstantTests:
         """
         if lift.all_names_are_read:
             return set()
-        bound = {name for statement in lift.lifted for name in names_bound(statement)} - lift.site.bound_before
+        bound = names_bound(*lift.lifted) - lift.site.bound_before
         bound -= {node.id for node in _stores_elsewhere(lift) if node.lineno <= lift.site.statement.lineno}
         loops = _Loops(lift.site.loops)
         return {name for name in bound if self._is_own(name, lift, loops, throughout=True)} - self._global
@@ -221,7 +221,7 @@ def _bound_elsewhere(lift: Lift) -> set[str]:
 
 def _stores_elsewhere(lift: Lift) -> Iterator[ast.Name]:
     """Where the scope binds or deletes names outside of the slice."""
-    inside = {id(node) for statement in lift.lifted for node in walk(statement)}
+    inside = {id(node) for node in walk(*lift.lifted)}
     names = (node for node in nodes_of_scope_body(lift.site.scope) if isinstance(node, ast.Name))
     yield from (node for node in names if not isinstance(node.ctx, ast.Load) and id(node) not in inside)
 

@@ -18,12 +18,11 @@ def check_nothing_is_filled(lift: Lift, liveness: Liveness) -> None:
         CannotLift: something that the slice calls may fill one, and it is read later.
     """
     later = liveness.before(lift.after, liveness.after(lift.site.end))
-    filled = set(_made_empty(lift)) & later - {name for statement in lift.lifted for name in names_bound(statement)}
-    for part in (*lift.lifted, lift.site.root) if filled else ():
-        for call in calls_in(part):
-            given = {one.id for one in arguments_of(call) if isinstance(one, ast.Name)}
-            if found := sorted(given & filled):
-                raise CannotLift(f"line {call.lineno} may fill {found[0]}, which is read later")
+    filled = set(_made_empty(lift)) & later - names_bound(*lift.lifted)
+    for call in calls_in(*lift.lifted, lift.site.root):
+        given = {one.id for one in arguments_of(call) if isinstance(one, ast.Name)}
+        if found := sorted(given & filled):
+            raise CannotLift(f"line {call.lineno} may fill {found[0]}, which is read later")
 
 
 def _made_empty(lift: Lift) -> Iterator[str]:

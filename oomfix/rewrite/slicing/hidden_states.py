@@ -57,4 +57,4 @@ def _numbers_of_rows(statement: ast.Assign) -> set[str]:
         return set()
     shapes = [target.elts[0] for target in statement.targets if isinstance(target, ast.Tuple)]
     numbers = shapes if shapes or not asks_first_size(statement.value) else statement.targets
-    return {name for target in numbers for name in names_bound_by_target(target)}
+    return names_bound_by_target(*numbers)

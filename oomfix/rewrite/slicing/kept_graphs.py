@@ -45,14 +45,14 @@ def check_graphs_end(
         return
     line, outside = branch.lineno, (*lift.lifted, lift.site.statement)
     where = f"where line {line} runs no backward"
-    made = {name for statement in lift.lifted for name in names_bound(statement)}
+    made = names_bound(*lift.lifted)
     for statement in _statements((iteration or lift.site.scope).body, outside):
         if not _blocks_of(statement) and _takes_gradient(statement, made):
             raise CannotLift(f"line {statement.lineno} takes a gradient {where}")
     if iteration is None:
         return
     running = [one for one in _statements(lift.lifted) if not _blocks_of(one) and runs_forward(one)]
-    graphs = {name for one in running for name in names_bound(one)}
+    graphs = names_bound(*running)
     graphs = _with_graph(graphs, _statements(lift.lifted)) if graphs else made
     kept = _with_graph(graphs, _statements(iteration.body, outside))
     for call in _backwards_outside(lift.site.scope, iteration):

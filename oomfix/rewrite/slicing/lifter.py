@@ -208,7 +208,7 @@ class _Lifter:
     def _optimized(self) -> set[str | None]:
         """What an optimizer is made for: `dist` in `Adam(dist.parameters())`."""
         made = (call for call in self._script.imports.nodes.of(ast.Call) if self._script.is_optimizer_class(call.func))
-        inside = (node for call in made for node in walk(call) if isinstance(node, ast.Call))
+        inside = (node for node in walk(*made) if isinstance(node, ast.Call))
         methods = (call.func for call in inside if last_name(call) == "parameters")
         return {path_of(method.value) for method in methods if isinstance(method, ast.Attribute)} - {None, "self"}
 
@@ -280,9 +280,9 @@ class _Lifter:
         Raises:
             CannotLift: one does, and what the slice gives out has no graph.
         """
-        here = {node for statement in lift.lifted for node in walk(statement)}
+        here = set(walk(*lift.lifted))
         # the other sides of its test run the slice for themselves
-        apart = {node for side in lift.site.other_sides for statement in side for node in walk(statement)}
+        apart = {node for side in lift.site.other_sides for node in walk(*side)}
         run = {one for statement in lift.lifted for one in self._calls_run.by(statement)}
         forwards = self._events.runs
         times = Counter(forward.node for forward in forwards.values())
@@ -300,11 +300,10 @@ class _Lifter:
         """Whether all up to a loss, but for the slice of an earlier one, reads names without their graphs."""
         body = second.block if second.iteration is None else second.iteration.body
         last = (second.end.end_lineno, second.end.end_col_offset)
-        own = {id(node) for statement in (*first.lifted, first.site.end) for node in walk(statement)}
+        own = {id(node) for node in walk(*first.lifted, first.site.end)}
         reads = (
             node
-            for statement in body
-            for node in walk(statement)
+            for node in walk(*body)
             if isinstance(node, ast.Name) and node.id in shared and isinstance(node.ctx, ast.Load)
         )
         return all(
@@ -420,7 +419,7 @@ class _Lifter:
 
 
 def _bound(statements: list[ast.stmt]) -> set[str]:
-    return {name for statement in statements for name in names_bound(statement)}
+    return names_bound(*statements)
 
 
 def _needed_by(needed: set[str], liveness: Liveness, statements: list[ast.stmt]) -> set[str]:

@@ -115,6 +115,6 @@ def _receiver(value: ast.expr) -> ast.expr:
 
 def _may_be_kept(known: set[str], ahead: Sequence[ast.stmt]) -> bool:
     """Whether a tensor is given to something that may keep it for later: `net.condition_on(y)`."""
-    calls = (call for one in ahead for call in calls_in(one))
+    calls = calls_in(*ahead)
     giving = (call for call in calls if any(known & names_in(given) for given in arguments_of(call)))
     return any(root_of(path_of(call.func) or "") not in _KEEPING_NOTHING for call in giving)

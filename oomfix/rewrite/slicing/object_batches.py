@@ -28,7 +28,7 @@ def why_perhaps_whole(lifts: Iterable[Lift]) -> str | None:
 
 def _is_read_by_attributes(name: str, lift: Lift) -> bool:
     parts = [*lift.lifted, lift.site.root]
-    nodes = [node for part in parts for node in walk(part)]
+    nodes = list(walk(*parts))
     called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
     owners = {
         id(node.value)

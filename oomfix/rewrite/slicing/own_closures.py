@@ -14,11 +14,11 @@ def of_own_closures(lift: Lift, liveness: Liveness) -> set[str]:
 
     A lambda may run at any time, and so what it reads may be read at any time; here it has the name of the slice.
     """
-    scope, bound = lift.site.scope, {name for statement in lift.lifted for name in names_bound(statement)}
+    scope, bound = lift.site.scope, names_bound(*lift.lifted)
     own = bound & liveness.always
     if isinstance(scope, ast.Module) or not own:
         return set()
-    inside = {id(node) for statement in lift.lifted for node in walk(statement)}
+    inside = {id(node) for node in walk(*lift.lifted)}
     others = {name for node in walk(scope) if id(node) not in inside for name in _mentioned(node)}
     return own - others - liveness.before(lift.lifted, names_read(lift.site.root))
 

@@ -34,9 +34,9 @@ def with_readers(block: list[ast.stmt], chosen: Sequence[int], root: ast.expr, h
         ahead = [block[other] for other in chosen if other < index]
         behind = [block[other] for other in chosen if other > index]
         read = names_read(statement)
-        is_changed = not read.isdisjoint(name for other in behind for name in names_bound(other))
+        is_changed = not read.isdisjoint(names_bound(*behind))
         is_changed = is_changed or helpers.change_in_place(read, behind, ahead)
-        if is_changed and read <= {name for other in ahead for name in names_bound(other)}:
+        if is_changed and read <= names_bound(*ahead):
             found.append(index)
     return sorted(found)
 

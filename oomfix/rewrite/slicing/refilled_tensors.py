@@ -33,7 +33,7 @@ def refilled(site: Site, chosen: Sequence[int], helpers: Helpers) -> list[int]:
         passed = [site.block[other] for other in chosen[:place] if other not in found]
         if name is None or any(name in names_bound(one) for one in passed):
             continue
-        read = set().union(*map(names_read, passed))
+        read = names_read(*passed)
         body = site.block if site.iteration is None else site.iteration.body
         if stays_the_same_ahead_of(statement, passed) and not helpers.change_in_place(read, [statement], body):
             found.append(index)

@@ -46,7 +46,7 @@ def _said(lift: Lift, functions: FunctionsCalled) -> Iterator[ast.Call]:
     waiting, reached = [[*lift.lifted, ast.Expr(lift.site.root)]], set[FunctionNode]()
     for statements in waiting:
         yield from _said_in(statements)
-        for call in (node for statement in statements for node in calls_in(statement)):
+        for call in calls_in(*statements):
             called = functions.by(call) if _names_a_function(call) else []
             if len(called) == 1 and called[0] not in reached:
                 reached.add(called[0])

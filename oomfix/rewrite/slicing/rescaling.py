@@ -58,7 +58,7 @@ def _is_told_in_branch(site: Site, loss: str) -> bool:
 def _may_be_kept(loss: str, statement: ast.stmt) -> bool:
     """Whether a statement keeps the loss itself, or what shares its memory: `kept.append(loss.detach())`."""
     computing = [node for node in walk(statement) if _computes(node)]
-    read = {id(node) for one in computing for node in walk(one)}
+    read = {id(node) for node in walk(*computing)}
     return any(isinstance(node, ast.Name) and node.id == loss and id(node) not in read for node in walk(statement))
 
 

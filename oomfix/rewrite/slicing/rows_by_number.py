@@ -25,7 +25,7 @@ def why_by_number(lift: Lift, runs_forward: Callable[[ast.AST], bool]) -> str | 
         runs_forward: whether a statement runs a network.
     """
     sizes, ranges, found = _Sizes(lift), _Ranges(lift, runs_forward), []
-    for node in (node for part in (*lift.lifted, lift.site.root) for node in walk(part)):
+    for node in walk(*lift.lifted, lift.site.root):
         if isinstance(node, ast.If | ast.IfExp | ast.While) and sizes.decide(node.test):
             found.append((node.test.lineno, node.test.col_offset, "asks how many rows the batch has"))
         if isinstance(node, ast.Subscript) and (name := ranges.cut_from(node)) is not None:

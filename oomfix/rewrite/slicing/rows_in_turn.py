@@ -45,8 +45,7 @@ def _takes_rows(loop: ast.For, inputs: set[str]) -> bool:
         and isinstance(node.value, ast.Name)
         and node.value.id in inputs
         and _asks_for_a_row(node.slice, counts)
-        for statement in loop.body
-        for node in nodes_of_scope(statement)
+        for node in nodes_of_scope(*loop.body)
     )
 
 
@@ -67,13 +66,11 @@ def _asks_for_a_row(index: ast.expr, counts: set[str]) -> bool:
 
 def _carried(loop: ast.For, liveness: Liveness) -> set[str]:
     """The names that a round reads as the round before has left them."""
-    bound = {name for statement in loop.body for name in names_bound(statement)}
+    bound = names_bound(*loop.body)
     return liveness.before(loop.body, set()) & bound - names_bound_by_target(loop.target)
 
 
 def _given_to_networks(loop: ast.For, runs_forward: Callable[[ast.AST], bool]) -> set[str]:
     """The names in the arguments of what runs a network in a loop."""
-    calls = (call for statement in loop.body for call in calls_in(statement))
-    return {
-        name for call in calls if runs_forward(call) for argument in arguments_of(call) for name in names_read(argument)
-    }
+    calls = calls_in(*loop.body)
+    return {name for call in calls if runs_forward(call) for name in names_read(*arguments_of(call))}

@@ -153,17 +153,16 @@ class Signature:
         One between the slice and its backward goes where all that it deletes lives in the function now.
         """
         loop, scope = lift.site.iteration, lift.site.scope
-        inside = {id(node) for statement in (loop or scope).body for node in nodes_of_scope(statement)}
-        moved = {id(node) for statement in (*lift.lifted, *lift.after) for node in nodes_of_scope(statement)}
+        inside = {id(node) for node in nodes_of_scope(*(loop or scope).body)}
+        moved = {id(node) for node in nodes_of_scope(*lift.lifted, *lift.after)}
         rebound = {
             node.id
-            for statement in (loop or scope).body
-            for node in nodes_of_scope(statement)
+            for node in nodes_of_scope(*(loop or scope).body)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in moved
         }
         kept: set[str] = set()
         gone = _always_deleted(loop) if loop is not None else set()
-        own = {id(node) for statement in lift.lifted for node in nodes_of_scope(statement)}
+        own = {id(node) for node in nodes_of_scope(*lift.lifted)}
         for node in nodes_of_scope_body(scope):
             if isinstance(node, ast.Delete) and id(node) not in own:
                 names = {target.id for target in node.targets if isinstance(target, ast.Name)} & unread
@@ -200,7 +199,7 @@ class Signature:
                     return False
                 tests.add(ast.unparse(statement.test))
                 tested |= names_read(statement.test)
-        return not tested & {bound for statement in statements for bound in names_bound(statement)}
+        return not tested & names_bound(*statements)
 
     def find_inputs(self, lift: Lift) -> None:
         """Set the parameters: the parts of the batch, and what the slice reads before it binds it.
@@ -210,7 +209,7 @@ class Signature:
         """
         returned = names_read(lift.site.root) | set(lift.outputs) - self._bound_with_network - lift.bound_if.keys()
         read = self._liveness.before(lift.lifted, returned - self._bound_with_loss)
-        rebound = {name for statement in lift.lifted for name in names_bound(statement)}
+        rebound = names_bound(*lift.lifted)
         data = self._batch_names.of(lift, read) | {name for one in lift.kept for name in _made_or_filled(one)} & read
         bound = self._bound_ahead_of(lift) | (data - bound_anywhere(lift.site.scope)) | _read_in_any_case(lift)
         self._not_given = self._own | self._tests.never_from_before(lift) - bound
@@ -230,7 +229,7 @@ class Signature:
         Raises:
             CannotLift: it is not, or is to be gone outside as well.
         """
-        nodes = [node for one in lift.lifted for node in nodes_of_scope(one)]
+        nodes = list(nodes_of_scope(*lift.lifted))
         made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         own = {*lift.inputs, *made} - set(lift.outputs)
         for node in (node for node in nodes if isinstance(node, ast.Delete)):
@@ -276,7 +275,7 @@ class Signature:
         again = block[block.index(statement) + 1 : last]
         if owner not in bound_by_iteration(lift) or any(names_bound(one) & {owner, *names} for one in again):
             return False
-        calls = (call for part in (*lift.lifted, lift.site.root) for call in calls_in(part))
+        calls = calls_in(*lift.lifted, lift.site.root)
         made = (call.args[0] for call in calls if last_name(call) in MADE_BY_SIZE and call.args)
         return any(isinstance(first, ast.Name) and first.id in names for first in made)
 
@@ -311,7 +310,7 @@ def _bound_ahead(statement: ast.Delete, scope: Scope) -> set[str]:
 
 def _bound_in_expressions(statements: list[ast.stmt]) -> set[str]:
     """The names that `:=` binds."""
-    named = (node for one in statements for node in nodes_of_scope(one) if isinstance(node, ast.NamedExpr))
+    named = (node for node in nodes_of_scope(*statements) if isinstance(node, ast.NamedExpr))
     return {name for node in named for name in names_bound_by_target(node.target)}
 
 

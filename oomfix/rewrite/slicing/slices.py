@@ -70,7 +70,7 @@ class Slicer:
         self._batch_names = BatchNames(tree, networks.runs)
         self._tests = ConstantTests(tree)
         self._liveness: dict[int, Liveness] = {}
-        self._own_names = {name for statement in tree.body for name in names_bound(statement)}
+        self._own_names = names_bound(*tree.body)
 
     @cached_property
     def _filled(self) -> set[str]:
@@ -233,7 +233,7 @@ class Slicer:
         """A statement that starts what the slice goes on with: `loss = 0`, `losses = []`."""
         statements = [site.block[index] for index in chosen]
         changed = {path.split(".")[0] for statement in statements for path in self._helpers.changed_paths(statement)}
-        bound = {name for statement in statements for name in names_bound(statement)}
+        bound = names_bound(*statements)
         wanted = changed | {name for name in bound if _read_before_bound(name, statements)}
         wanted -= definitely_bound(statements) - {n for n in bound if _read_before_bound(n, statements)}
         for index in reversed(chain):
@@ -286,7 +286,7 @@ class Slicer:
 
     def _check_frame_readers(self, lift: Lift) -> bool:
         """Whether the scope reads names that it does not write down: `locals()["loss"]`, but not ahead of all loops."""
-        inside = {id(node) for statement in lift.lifted for node in walk(statement)}
+        inside = {id(node) for node in walk(*lift.lifted)}
         first = _first_line_again(lift)
         found = False
         for node in nodes_of_scope_body(lift.site.scope):
@@ -376,7 +376,7 @@ def _bound_afresh(statement: ast.stmt) -> set[str]:
     found: set[str] = set()
     for node in nodes_of_scope(statement):
         if isinstance(node, ast.Assign):
-            found |= {name for target in node.targets for name in names_bound_by_target(target)}
+            found |= names_bound_by_target(*node.targets)
         elif isinstance(node, ast.AnnAssign | ast.For | ast.NamedExpr):
             found |= names_bound_by_target(node.target)
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:

@@ -75,7 +75,7 @@ def _read_in_any_case(node: ast.AST) -> set[str]:
 
 def _means_the_same(test: ast.expr, since: Sequence[ast.stmt]) -> bool:
     """Whether a test asked again behind some statements costs nothing and has the same answer."""
-    bound = {name for statement in since for name in names_bound(statement)}
+    bound = names_bound(*since)
     return all(isinstance(node, _PURE) for node in walk(test)) and not names_read(test) & bound
 
 

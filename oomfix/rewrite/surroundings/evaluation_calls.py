@@ -58,10 +58,10 @@ def _is_collected(call: ast.Call, blocks: Blocks) -> bool:
     statement, loop = blocks.statement_of(call), blocks.loop_of(call)
     if not isinstance(statement, ast.Assign) or statement.value is not call or not isinstance(loop, ast.For):
         return False
-    derived = {name for target in statement.targets for name in names_bound_by_target(target)}
+    derived = names_bound_by_target(*statement.targets)
     for node in walk(loop):
         if isinstance(node, ast.Assign) and names_read(node.value) & derived:
-            derived |= {name for target in node.targets for name in names_bound_by_target(target)}
+            derived |= names_bound_by_target(*node.targets)
     return any(names_read(value) & derived for value in _collected(loop))
 
 

@@ -158,7 +158,7 @@ def is_code(comments: list[str]) -> bool:
         body = ast.parse(textwrap.dedent("\n".join(comments))).body
     except (SyntaxError, ValueError):
         return False
-    return any(isinstance(node, ast.Assign | ast.AugAssign | ast.Call) for one in body for node in walk(one))
+    return any(isinstance(node, ast.Assign | ast.AugAssign | ast.Call) for node in walk(*body))
 
 
 def _is_of_another(comment: str, statement: ast.stmt) -> bool:

@@ -55,8 +55,8 @@ def unused_amp_imports(before: Imports, after: Imports, layout: Layout) -> list[
 
 def _imports(of: Imports) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[ast.stmt]]]:
     """The imports at the top of the module, and in functions outside of `try`, with their blocks."""
-    tried = {id(inner) for node in of.nodes.of(ast.Try) for inner in walk(node)}
-    inside = (node for function in of.nodes.functions for node in walk(function))
+    tried = {id(inner) for inner in walk(*of.nodes.of(ast.Try))}
+    inside = walk(*of.nodes.functions)
     branches = (node for node in inside if id(node) not in tried)
     for block in (of.tree.body, *{id(block): block for block in blocks(branches)}.values()):
         yield from ((statement, block) for statement in block if isinstance(statement, ast.Import | ast.ImportFrom))

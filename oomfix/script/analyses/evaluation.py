@@ -338,8 +338,7 @@ def _feeds_a_network(forward: Forward, trace: Trace) -> bool:
         path_of(part) in taken and (_is_later(other, forward) or path_of(part) in first)
         for other in trace.forwards.values()
         if other.site.loop is loop and (other.origin in trace.backpropagated or not other.evaluating)
-        for value in other.given
-        for part in walk(value)
+        for part in walk(*other.given)
         if isinstance(part, ast.Name | ast.Attribute)
     )
 
@@ -438,8 +437,8 @@ def _taken(block: ast.stmt, forward: Forward) -> set[str | None]:
 
 def _is_given_evaluation_data(forward: Forward) -> bool:
     """`model(val_x)`: the names of what goes in say it; in `model(x.to(dev))`, `dev` is a device."""
-    nodes = [node for value in forward.given for node in walk(value)]
-    devices = {part for node in nodes for device in _devices_in(node) for part in walk(device)}
+    nodes = list(walk(*forward.given))
+    devices = {part for node in nodes for part in walk(*_devices_in(node))}
     return any(isinstance(node, ast.Name) and _EVALUATION_DATA.search(node.id) for node in nodes if node not in devices)
 
 

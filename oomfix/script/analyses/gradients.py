@@ -24,10 +24,9 @@ def zeroed_by_hand(nodes: Nodes) -> Iterator[ast.Call]:
 
 def _zeroed_gradients_of(parameter: str, loop: ast.For) -> Iterator[ast.Call]:
     paths = (f"{parameter}.grad.zero_", f"{parameter}.grad.data.zero_")
-    for statement in loop.body:
-        for node in walk(statement):
-            if isinstance(node, ast.Call) and path_of(node.func) in paths:
-                yield node
+    for node in walk(*loop.body):
+        if isinstance(node, ast.Call) and path_of(node.func) in paths:
+            yield node
 
 
 def optimizes(node: ast.AST) -> bool:

@@ -116,7 +116,7 @@ class GraphReuse:
         comprehensions = (
             node for node, _ in self._nodes if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp)
         )
-        return {part for node in comprehensions for part in walk(node)}
+        return set(walk(*comprehensions))
 
     def _uses_older_tensors(self, loop: Loop) -> bool:
         """Whether a round reads something computed before the loop (`weights = alpha.softmax(0)`), graph and all."""

@@ -124,7 +124,7 @@ def _is_given_a_leaf(forward: Forward) -> bool:
 
 def _is_given_one_of(forward: Forward, nodes: Iterable[ast.AST]) -> bool:
     """Whether a forward is given, or a part of, what gradients are asked for among some nodes."""
-    given = {path_of(node) for value in forward.given for node in walk(value) if isinstance(node, ast.expr)}
+    given = {path_of(node) for node in walk(*forward.given) if isinstance(node, ast.expr)}
     return any(leaf in given for node in nodes for leaf in leaves_of(node))
 
 

@@ -21,9 +21,9 @@ class LoadedStates:
     def __init__(self, nodes: Nodes, by_function: Mapping[ast.AST, Sequence[ast.AST]], tree: ast.Module) -> None:
         self._nodes, self._by_function, self._tree = nodes, by_function, tree
         loads = [call for call in nodes.of(ast.Call) if _loads_state(call)]
-        arguments = (node for load in loads for argument in load.args for node in walk(argument))
+        arguments = (node for load in loads for node in walk(*load.args))
         paths = (path_of(node) for node in arguments if isinstance(node, ast.Name | ast.Attribute))
-        self._inside = {node for load in loads for node in walk(load)}
+        self._inside = set(walk(*loads))
         self._paths = {path for path in paths if path is not None}
         # the name or attribute that each value, or an entry of it, is assigned to, where it is assigned to one
         self._targets = {

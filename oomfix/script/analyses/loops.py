@@ -154,7 +154,7 @@ def _loop_around_networks(loop: TrainingLoop, loops: Mapping[Loop, TrainingLoop]
         return None
     taken, batch = names_in(loop.node.target), _made_of_batch(around)
     for forward in loop.forwards:
-        given = {name for value in forward.given for name in names_in(value)}
+        given = names_in(*forward.given)
         if (forward.path or "").split(".")[0] not in taken or given & taken or not given & batch:
             return None
     return around
@@ -165,7 +165,7 @@ def _made_of_batch(loop: ast.For | ast.AsyncFor) -> set[str]:
     names = names_in(loop.target)
     for statement in loop.body:
         if isinstance(statement, ast.Assign) and names_in(statement.value) & names:
-            names |= {name for target in statement.targets for name in names_in(target)}
+            names |= names_in(*statement.targets)
     return names
 
 

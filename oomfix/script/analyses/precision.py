@@ -221,7 +221,7 @@ def _words_of_scaling(statement: ast.stmt) -> set[str]:
 
 def _unscaling(block: list[ast.stmt]) -> set[str | None]:
     """The paths of the scalers that take the scale off in a block."""
-    nodes = (node for part in block for node in walk(part))
+    nodes = walk(*block)
     return {path_of(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "unscale_"}
 
 

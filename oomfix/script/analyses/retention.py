@@ -187,7 +187,7 @@ def _empties(statement: ast.AST, path: str) -> bool:
 def _goes_in_again(keep: Keep, trace: Trace) -> bool:
     """`x = x - step * net(x)`, `x = torch.cat([x, net(x)])`: a sample in the making; mend the forward, or the state."""
     given = (argument for forward in trace.forwards_of(keep.origins) for argument in forward.given)
-    return any(isinstance(part, ast.expr) and path_of(part) == keep.target for node in given for part in walk(node))
+    return any(isinstance(part, ast.expr) and path_of(part) == keep.target for part in walk(*given))
 
 
 def _is_given_to_another(keep: Keep, trace: Trace) -> bool:
@@ -196,8 +196,7 @@ def _is_given_to_another(keep: Keep, trace: Trace) -> bool:
         path_of(part) == keep.target
         for forward in trace.forwards.values()
         if forward.site.function is keep.site.function and forward.origin not in keep.origins
-        for argument in forward.given
-        for part in walk(argument)
+        for part in walk(*forward.given)
         if isinstance(part, ast.expr)
     )
 
@@ -231,7 +230,7 @@ def _runs_layer_by_layer(loop: Loop) -> bool:
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
         and path_of(node.value.func) in layers
-        and not set().union(*map(names_in, node.targets)).isdisjoint(map(path_of, node.value.args))
+        and not names_in(*node.targets).isdisjoint(map(path_of, node.value.args))
         for node in walk(loop)
     )
 

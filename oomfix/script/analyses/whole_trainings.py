@@ -62,7 +62,7 @@ def _optimizes_what_the_round_makes(step: Step, loop: Loop) -> bool:
 def _makes_and_optimizes(function: Function, optimizer: str) -> bool:
     """Whether all optimizers of a name are made in a function, of tensors that it makes itself."""
     assignments = [node for node in function.nodes if isinstance(node, ast.Assign)]
-    made = {name for node in assignments for target in node.targets for name in names_in(target)}
+    made = {name for node in assignments for name in names_in(*node.targets)}
     given = [
         node.value.args[0] if isinstance(node.value, ast.Call) and node.value.args else node.value
         for node in assignments

@@ -356,7 +356,7 @@ def _ends_with_a_whole_window(loop: ast.For | ast.AsyncFor, own: list[ast.AST]) 
         return True
     limits: list[ast.expr] = [loop.iter]
     limits += [node.test for node in walk(loop) if isinstance(node, ast.If) and isinstance(node.body[0], _SKIPPING)]
-    parts = [part for limit in limits for part in walk(limit) if isinstance(part, ast.expr)]
+    parts = [part for part in walk(*limits) if isinstance(part, ast.expr)]
     return any(_is_multiple(part, values) or _counts_windows(part, loop, values) for part in parts)
 
 

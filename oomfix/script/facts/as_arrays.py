@@ -42,7 +42,7 @@ def _is_array(value: ast.expr, nodes: Sequence[ast.AST], depth: int) -> bool:
             return _is_array(value.elt, nodes, depth)
         case ast.Call(ast.Attribute(holder, method), arguments):
             if (path_of(holder) or "").split(".")[0] in _ARRAYS:
-                within = (part for argument in arguments for part in walk(argument))
+                within = walk(*arguments)
                 return any(isinstance(part, ast.Attribute) and part.attr in _TAKEN_OFF for part in within)
             return method in _METHODS or _is_array(holder, nodes, depth)
         case ast.Subscript(holder):

@@ -114,5 +114,5 @@ def _is_setting(attribute: tuple[str, list[ast.expr]]) -> bool:
     name, values = attribute
     if looks_like_loss(name) and not abbreviates_loss(name):
         return True
-    made = any(isinstance(node, ast.Call) for value in values for node in walk(value))
+    made = any(isinstance(node, ast.Call) for node in walk(*values))
     return bool(values) and not made and not looks_like_module(name) and not looks_like_part(name.rstrip("s"))

@@ -212,8 +212,7 @@ class Externals(Methods):
     def _has_parameters(self, node: ast.Call) -> bool:
         return any(
             isinstance(child, ast.Attribute) and child.attr in ("parameters", "named_parameters", "param_groups")
-            for argument in node.args[:1]
-            for child in walk(argument)
+            for child in walk(*node.args[:1])
         ) or bool(node.args and path_of(node.args[0]) and "param" in (path_of(node.args[0]) or "").lower())
 
     def _set_grad(self, context: Value) -> None:

@@ -89,8 +89,7 @@ class Flow(Entering):
             return False
         return any(
             isinstance(part, ast.Name) and part.id == name.id and isinstance(part.ctx, ast.Store)
-            for loop in self.loops[len(binding.loops) :]
-            for part in walk(loop)
+            for part in walk(*self.loops[len(binding.loops) :])
         )
 
     def _always_taken(self, node: ast.If) -> bool:

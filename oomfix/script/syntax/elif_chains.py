@@ -90,7 +90,7 @@ def _must_hold(chain: _Chain, bound: dict[str, list[int]]) -> bool:
 
 def _assigned(body: list[ast.stmt]) -> set[str]:
     targets = [target for statement in body if isinstance(statement, ast.Assign) for target in statement.targets]
-    return {part.id for target in targets for part in walk(target) if _stores(part)}
+    return {part.id for part in walk(*targets) if _stores(part)}
 
 
 def _may_change(first: _Chain, chain: _Chain, bound: dict[str, list[int]]) -> bool:

@@ -81,13 +81,14 @@ def children(node: ast.AST) -> list[ast.AST]:
     return found
 
 
-def walk(root: ast.AST) -> Iterator[ast.AST]:
-    """A node and all expressions, statements and parts of statements below it, level by level."""
-    found = [root]
-    for node in found:
-        yield node
-        if _FIELDS[type(node)]:
-            _add_children(node, found)
+def walk(*roots: ast.AST) -> Iterator[ast.AST]:
+    """Nodes, each with all expressions, statements and parts of statements below it, level by level."""
+    for root in roots:
+        found = [root]
+        for node in found:
+            yield node
+            if _FIELDS[type(node)]:
+                _add_children(node, found)
 
 
 def _add_children(node: ast.AST, found: list[ast.AST]) -> None:
@@ -121,9 +122,9 @@ def encloses(outer: ast.stmt, inner: ast.stmt) -> bool:
     return outer is not inner and outer.lineno <= inner.lineno and (inner.end_lineno or 0) <= (outer.end_lineno or 0)
 
 
-def names_in(node: ast.AST) -> set[str]:
-    """The names that stand in an expression or statement."""
-    return {part.id for part in walk(node) if isinstance(part, ast.Name)}
+def names_in(*nodes: ast.AST) -> set[str]:
+    """The names that stand in expressions or statements."""
+    return {part.id for part in walk(*nodes) if isinstance(part, ast.Name)}
 
 
 def blocks(nodes: Iterable[ast.AST]) -> Iterator[list[ast.stmt]]:

@@ -72,7 +72,7 @@ def _taken_by_number(loop: ast.For | ast.AsyncFor, numbers: ast.Call, written: W
     counting = names_in(loop.target)
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and counting & names_in(node.value):
-            counting |= {name for target in node.targets for name in names_in(target)}  # `start = i * m`
+            counting |= names_in(*node.targets)  # `start = i * m`
     for node in nodes:
         if not isinstance(node, ast.Subscript):
             continue
