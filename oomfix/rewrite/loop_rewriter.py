@@ -23,12 +23,7 @@ from oomfix.rewrite.surroundings.prepare import prepare_edits
 from oomfix.rewrite.surroundings.stages import stage_edits
 from oomfix.rewrite.text.edits import line_before, with_lines
 from oomfix.rewrite.text.free_names import FreeNames
-from oomfix.rewrite.text.header import (
-    Overrides,
-    header_edits,
-    manager_in,
-    runtime_name,
-)
+from oomfix.rewrite.text.header import Overrides, header_edits, manager_in, runtime_name
 from oomfix.rewrite.text.removal import together
 from oomfix.rules.base import Edit
 from oomfix.script import Forward, Script

@@ -40,12 +40,7 @@ from oomfix.script.analyses.training_loop import TrainingLoop
 from oomfix.script.analyses.unit_tests import holds_unit_tests
 from oomfix.script.analyses.windows import lost_tails
 from oomfix.script.facts.hints import assigned_calls
-from oomfix.script.facts.named_like import (
-    looks_like_forward,
-    looks_like_loss,
-    looks_like_optimizer,
-    looks_like_penalty,
-)
+from oomfix.script.facts.named_like import looks_like_forward, looks_like_loss, looks_like_optimizer, looks_like_penalty
 from oomfix.script.facts.torch_facts import BACKWARD_HOOKS, INTEGER_RESULTS, LEAVING_THE_GRAPH, OTHER_LIBRARIES
 from oomfix.script.facts.trace import Backward, Event, Forward, Keep, Loop, ModuleAttribute, Trace
 from oomfix.script.fixes.removal import Removal

@@ -9,11 +9,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from oomfix.rewrite.dataflow.liveness import (
-    FunctionNode,
-    names_bound,
-    names_read,
-)
+from oomfix.rewrite.dataflow.liveness import FunctionNode, names_bound, names_read
 from oomfix.rewrite.facts.amp import without_scaler
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.preparations.written_out import Call, WrittenOut, lines_of, statements_of, without

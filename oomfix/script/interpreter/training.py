@@ -7,12 +7,7 @@ from itertools import islice
 
 from oomfix.script.facts import torch_facts
 from oomfix.script.facts.definitions import Instance
-from oomfix.script.facts.named_like import (
-    looks_like_loss,
-    looks_like_optimizer,
-    looks_like_sampling,
-    looks_like_scaler,
-)
+from oomfix.script.facts.named_like import looks_like_loss, looks_like_optimizer, looks_like_sampling, looks_like_scaler
 from oomfix.script.facts.trace import Backward, Forward, Guard, Step
 from oomfix.script.facts.values import (
     NO_ORIGINS,
