@@ -47,7 +47,7 @@ from oomfix.script.fixes.removal import Removal
 from oomfix.script.interpreter.follow import Follower
 from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.imports import Imports
-from oomfix.script.syntax.names import last_name, last_of, path_of, receivers
+from oomfix.script.syntax.names import last_name, last_of, owner_of, receivers
 from oomfix.script.syntax.nodes import Nodes, Scope, by_function, collect
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ class Script:
 
         A class of its own, here or in another file, may have one that takes no argument.
         """
-        path = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+        path = owner_of(call)
         if self._defines_zero_grad or path is None or not looks_like_optimizer(last_of(path)):
             return not self._defines_zero_grad
         makers = self.makers_of(path)

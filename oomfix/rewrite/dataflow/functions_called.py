@@ -8,7 +8,7 @@ from functools import cached_property
 
 from oomfix.rewrite.dataflow.liveness import FunctionNode, nodes_of_scope
 from oomfix.script.syntax.imports import Imports
-from oomfix.script.syntax.names import last_name, path_of, root_of
+from oomfix.script.syntax.names import last_name, owner_of, path_of, root_of
 from oomfix.script.syntax.nodes import walk
 from oomfix.script.syntax.parameters import Bound, bind_call, decorated_as, name_of_object
 
@@ -183,6 +183,6 @@ class FunctionsCalled:
 
 def _asks_a_part(method: FunctionNode, call: ast.Call) -> bool:
     """Whether a call in a method asks a part of its object for the same: `self.model.train_step(x)` in `train_step`."""
-    receiver = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+    receiver = owner_of(call)
     within = method.lineno <= call.lineno <= (method.end_lineno or method.lineno)
     return within and (receiver or "").startswith("self.")

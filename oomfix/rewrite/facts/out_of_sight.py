@@ -12,7 +12,7 @@ from oomfix.rewrite.dataflow.liveness import FunctionNode, Scope
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.script.facts.named_like import looks_like_differentiating, looks_like_module, looks_like_training
 from oomfix.script.facts.torch_facts import BOOKKEEPING, CONTAINERS
-from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.names import last_name, owner_of, path_of
 from oomfix.script.syntax.nodes import arguments_of, children, walk
 from oomfix.script.syntax.parameters import named_parameters
 
@@ -83,7 +83,7 @@ class OutOfSight:
             if isinstance(value, ast.Call) and path_of(target) in self._names:
                 files.update(self._files_of(value))
         for call in self._calls:
-            owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+            owner = owner_of(call)
             if owner in objects or not files.isdisjoint(self._files_of(call)):
                 yield call
 

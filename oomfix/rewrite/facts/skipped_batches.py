@@ -15,7 +15,7 @@ from oomfix.rewrite.facts.diverged import asks_if_diverged
 from oomfix.rewrite.facts.lift import CannotLift, Lift
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.script import Script
-from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.names import last_name, owner_of, path_of
 from oomfix.script.syntax.nodes import walk
 
 
@@ -117,7 +117,7 @@ class SkippedBatches:
         found: dict[ast.Call, str | None] = {}
         reset = {path_of(call.func) for call in self._script.calls_of_method("zero_grad")}
         for call in self._script.calls_of_method("step"):
-            owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+            owner = owner_of(call)
             if owner == self._manager and call.args:
                 found[call] = path_of(call.args[0])
             elif owner != self._manager and f"{owner}.zero_grad" in reset:

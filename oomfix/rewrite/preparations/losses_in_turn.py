@@ -23,7 +23,7 @@ from oomfix.rewrite.facts.scale import reads_gradients
 from oomfix.rewrite.preparations.joined_lines import separate
 from oomfix.rewrite.slicing.between import stays_the_same_ahead_of
 from oomfix.script.syntax.edits import Edit
-from oomfix.script.syntax.names import path_of
+from oomfix.script.syntax.names import owner_of, path_of
 from oomfix.script.syntax.nodes import is_remark
 
 
@@ -134,7 +134,7 @@ class Turns:
         functions = [function for call in calls for function in self._functions.by(call)]
         found = paths_read(statement, *functions) - {self._manager}
         for call in calls:
-            owner = path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+            owner = owner_of(call)
             if owner == "self" and call not in self._networks and not self._functions.by(call):
                 if path_of(call.func) not in self._stored:
                     return None

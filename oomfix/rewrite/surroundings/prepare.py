@@ -26,7 +26,7 @@ from oomfix.script import Script
 from oomfix.script.facts.named_like import looks_like_optimizer
 from oomfix.script.facts.trace import Forward
 from oomfix.script.syntax.edits import Edit, bounds, line_start
-from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.names import last_name, owner_of, path_of
 from oomfix.script.syntax.nodes import Nodes, arguments_of, children, walk
 from oomfix.script.syntax.parameters import names_of_parameters
 
@@ -232,8 +232,7 @@ def _parameters_of(
     names: set[str] = set()
     for child in _without_next(node):
         if isinstance(child, ast.Call) and last_name(child) in ("parameters", "named_parameters"):
-            assert isinstance(child.func, ast.Attribute | ast.Name)
-            path = path_of(child.func.value) if isinstance(child.func, ast.Attribute) else None
+            path = owner_of(child)
             if path is not None and not any(_asks_for(path, test) for test in _tests_around(child, blocks)):
                 yield path
         elif isinstance(child, ast.Name):
@@ -363,7 +362,7 @@ class _Models:
         """The path that a call gives as a parameter."""
         bound = self._functions.bound(call, function)
         if bound.of_object is not None and bound.of_object.arg == name:
-            return path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+            return owner_of(call)
         return next(map(path_of, bound.arguments(name)), None)
 
     def _assigned_in(self, owner: ast.ClassDef, path: str) -> Iterator[Place]:

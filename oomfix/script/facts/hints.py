@@ -26,7 +26,7 @@ from oomfix.script.facts.named_like import (
 )
 from oomfix.script.facts.torch_facts import kind_of_call
 from oomfix.script.facts.values import Kind
-from oomfix.script.syntax.names import MOVES, last_of, path_of, path_of_each, without_moves
+from oomfix.script.syntax.names import MOVES, last_of, owner_of, path_of, path_of_each, without_moves
 from oomfix.script.syntax.nodes import Scope, evaluates_what_it_is_given, only_argument
 from oomfix.script.syntax.parameters import bind_call
 from oomfix.script.syntax.patterns import Pattern
@@ -422,7 +422,7 @@ def assigned_calls(statement: ast.Assign) -> Iterator[tuple[str, str]]:
 
 def _is_tensor_backward(node: ast.Call) -> bool:
     """`loss.backward(gradient)` against `accelerator.backward(loss)`: by the receiver's name."""
-    receiver = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+    receiver = owner_of(node)
     return receiver is not None and looks_like_loss(receiver)
 
 

@@ -16,7 +16,7 @@ from oomfix.script.facts.values import UNKNOWN, Given, Graph, Kind, Value, combi
 from oomfix.script.facts.weights import has_no_weights, is_bare, makes_layers
 from oomfix.script.interpreter.core import Core
 from oomfix.script.interpreter.state import Binding, Frame, Names
-from oomfix.script.syntax.names import last_of, path_of
+from oomfix.script.syntax.names import last_of, owner_of, path_of
 from oomfix.script.syntax.nodes import walk
 from oomfix.script.syntax.parameters import bind_call, defaults_of, first_unpacked, named_parameters
 
@@ -103,7 +103,7 @@ class Functions(Core):
 
     def _is_for_training(self, node: ast.Call) -> bool:
         """Whether a backward follows in the function that calls a method of an object other than its own."""
-        holder = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        holder = owner_of(node)
         if holder is None or holder == "self":
             return False
         function = self.frame.function

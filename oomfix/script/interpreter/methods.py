@@ -22,7 +22,7 @@ from oomfix.script.facts.named_like import (
 from oomfix.script.facts.values import NUMBER, UNKNOWN, Given, Graph, Value, combine
 from oomfix.script.interpreter.contexts import NULL
 from oomfix.script.interpreter.unseen import Unseen
-from oomfix.script.syntax.names import last_of, left_by_methods, path_of, receivers, unpacked
+from oomfix.script.syntax.names import last_of, left_by_methods, owner_of, path_of, receivers, unpacked
 
 SAME_MODULE = frozenset(
     "to cuda cpu half float double bfloat16 requires_grad_ train eval apply share_memory compile".split()
@@ -110,7 +110,7 @@ class Methods(Unseen):
 
     def _judges_others(self, node: ast.Call, content: Value) -> bool:
         """`disc.generator_loss(fake)`: a discriminator that is asked about what only others gave runs itself."""
-        holder = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        holder = owner_of(node)
         if holder is None or not looks_like_discriminator(holder):
             return False
         gave = [forward.path for forward in self.trace.forwards_of(content.origins)]

@@ -25,7 +25,7 @@ from oomfix.script.facts.named_like import (
 from oomfix.script.facts.trace import Handed
 from oomfix.script.facts.values import NO_ORIGINS, UNKNOWN, Given, Graph, Kind, Value, combine
 from oomfix.script.interpreter.containers import Containers
-from oomfix.script.syntax.names import last_of, path_of, unpacked, without_moves
+from oomfix.script.syntax.names import last_of, owner_of, path_of, unpacked, without_moves
 from oomfix.script.syntax.patterns import Pattern
 
 _COPYING = Pattern(r"(deep_?)?(copy|clone)(_?(module|model|net|network|learner))?$", re.IGNORECASE)
@@ -231,7 +231,7 @@ class Unseen(Containers):
 
     def _adds_noise(self, node: ast.Call) -> bool:
         """`noisy, noise = self.diffuser.forward(x, t)`: what is given says that the process has no weights."""
-        holder = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        holder = owner_of(node)
         if holder is None or not looks_like_noising(holder):
             return False
         targets = self.statement.targets if isinstance(self.statement, ast.Assign) else []

@@ -52,6 +52,11 @@ def last_name(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
+def owner_of(call: ast.Call) -> str | None:
+    """`self.model` of `self.model.train()`: the path of what a called method belongs to; None for plain functions."""
+    return path_of(call.func.value) if isinstance(call.func, ast.Attribute) else None
+
+
 def left_by_methods(node: ast.expr) -> ast.Attribute:
     """The place of what methods out of sight leave on an object, whatever attribute they leave it in."""
     return ast.Attribute(node, "*", ast.Store())
