@@ -81,13 +81,7 @@ class Signature:
         Raises:
             CannotLift: an output may have no value.
         """
-        live = set(self._liveness.after(lift.site.statement))
-        for side in lift.site.other_sides:
-            live |= self._liveness.before(side, self._liveness.after(lift.site.end))
-        while lift.after and lift.after[-1] in lift.rescaled and not names_bound(lift.after[-1]) & live:
-            lift.after.pop()
-        live = self._liveness.before(lift.after, live) if lift.after else live
-        live -= of_own_closures(lift, self._liveness)
+        live = self._live_behind(lift)
         lift.underscore_is_taken = "_" in live or _underscore_is_from_outside(lift.site.scope)
         bound = _in_order(lift.lifted)
         if lift.all_names_are_read:
@@ -123,6 +117,16 @@ class Signature:
                 lift.outputs.append(name)
         if lift.loss in self._liveness.always & set(bound):
             lift.loss_is_read = True
+
+    def _live_behind(self, lift: Lift) -> set[str]:
+        """The names that are read behind the backward; what is only done again there, and read by nothing, goes."""
+        live = set(self._liveness.after(lift.site.statement))
+        for side in lift.site.other_sides:
+            live |= self._liveness.before(side, self._liveness.after(lift.site.end))
+        while lift.after and lift.after[-1] in lift.rescaled and not names_bound(lift.after[-1]) & live:
+            lift.after.pop()
+        live = self._liveness.before(lift.after, live) if lift.after else live
+        return live - of_own_closures(lift, self._liveness)
 
     def _is_bound_under_a_test(self, name: str, lift: Lift) -> bool:
         """Note the test under which a slice binds a name, if there is one."""

@@ -155,6 +155,25 @@ class Hints:
 def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     """Collect the evidence of a file from its nodes."""
     hints = Hints()
+    assignments, loops = _read_nodes(nodes, hints)
+    _spread(assignments, hints)
+    hints.called |= {path for _, target, value in assignments for path in _called_by_another_name(target, value, hints)}
+    hints.leaves = {path for path in hints.leaves if hints.is_used_as_tensor(path)}
+    hints.modules -= hints.leaves
+    hints.modules |= hints.named_modules & hints.called
+    hints.modules |= hints.called & _gone_through(loops, assignments, hints)
+    hints.modules |= set(_entries_gone_through(loops, hints))
+    hints.modules |= _used_elsewhere(hints)
+    for alike in hints.made_by.values():
+        if alike & hints.modules and len(alike) > 1:
+            hints.modules |= alike & hints.called
+    return hints
+
+
+def _read_nodes(
+    nodes: list[tuple[ast.AST, Scope]], hints: Hints
+) -> tuple[list[tuple[Scope, ast.expr, ast.expr]], list[ast.For | ast.comprehension]]:
+    """Note what each node says for itself; what is assigned, with its target and function, and the loops."""
     assignments: list[tuple[Scope, ast.expr, ast.expr]] = []
     loops: list[ast.For | ast.comprehension] = []
     labelled: set[str] = set()
@@ -194,18 +213,7 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
                     assignments.append((scope, node.target, node.value))
     if labelled:
         hints.labels.update(_given_for(labelled, nodes))
-    _spread(assignments, hints)
-    hints.called |= {path for _, target, value in assignments for path in _called_by_another_name(target, value, hints)}
-    hints.leaves = {path for path in hints.leaves if hints.is_used_as_tensor(path)}
-    hints.modules -= hints.leaves
-    hints.modules |= hints.named_modules & hints.called
-    hints.modules |= hints.called & _gone_through(loops, assignments, hints)
-    hints.modules |= set(_entries_gone_through(loops, hints))
-    hints.modules |= _used_elsewhere(hints)
-    for alike in hints.made_by.values():
-        if alike & hints.modules and len(alike) > 1:
-            hints.modules |= alike & hints.called
-    return hints
+    return assignments, loops
 
 
 def _moved_as_a_whole(node: ast.expr) -> Iterator[str]:

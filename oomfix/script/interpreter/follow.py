@@ -171,23 +171,33 @@ class Follower(Flow):
         receiver = None if owner is None or function.is_static else self._instance_for(owner)
         if function.name == "__init__" and self._reached(function):
             return  # a second run would put other networks in the place of those that it has switched to `eval()`
-        outer, self.way = self.way, ("entry", id(function.node))
-        if inside:
-            self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
-        if owner is not None and (modes := self._modes.get(owner)) and not owner.training_methods:
-            self.left_by_constructor = modes
         earlier = len(self.bound)
-        frame = self._frame_of_unseen_call(function, receiver)
-        autocasts = {autocast for _, autocast in self._called_under.get(function, ())} - {None}
-        self.autocast = autocasts.pop() if autocasts else None
-        returned = self.run(frame, function, None)
-        self.left_by_constructor, self.autocast = {}, None
+        frame, returned = self._run_unseen(function, receiver, inside)
         if owner is not None and owner.is_module and not inside and (apart or not owner.training_methods):
             # Whoever calls a method of a network may backpropagate what it returns, or leaves on it, with a graph;
             # what it returns beside a result without one is a state.
             result = returned.items[0] if returned.items and not apart else returned
             self.trace.backpropagated |= flatten(result).origins | self._left_on_objects(earlier)
+        self._note_what_leaves(function, frame, returned, earlier)
+
+    def _run_unseen(self, function: Function, receiver: Value | None, inside: bool) -> tuple[Frame, Value]:
+        """The frame of a call out of sight, which a forward makes where it is `inside` of one, and what it gives."""
+        owner = function.owner
+        outer, self.way = self.way, ("entry", id(function.node))
+        if inside:
+            self.enclosing_forward, self.enclosing_depth = self.trace.number("inside", id(function.node)), 0
+        if owner is not None and (modes := self._modes.get(owner)) and not owner.training_methods:
+            self.left_by_constructor = modes
+        frame = self._frame_of_unseen_call(function, receiver)
+        autocasts = {autocast for _, autocast in self._called_under.get(function, ())} - {None}
+        self.autocast = autocasts.pop() if autocasts else None
+        returned = self.run(frame, function, None)
+        self.left_by_constructor, self.autocast = {}, None
         self.way, self.enclosing_forward, self.enclosing_depth = outer, None, 1 << 30
+        return frame, returned
+
+    def _note_what_leaves(self, function: Function, frame: Frame, returned: Value, earlier: int) -> None:
+        """Note which graphs a function hands out, in what it returns or leaves on what was bound since."""
         leaving = flatten(_without_state(returned, function)).origins
         if returned.ref == DRAWN or (leaving and function.name in self._always_taken_off):
             leaving = NO_ORIGINS
