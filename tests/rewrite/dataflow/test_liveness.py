@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from oomfix.rewrite.dataflow.liveness import Liveness, definitely_bound
+from oomfix.rewrite.dataflow.liveness import Liveness, definitely_bound, names_bound
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,8 @@ def test_a_match_binds_what_all_of_its_cases_bind_where_one_is_for_all(last, bou
 def test_names_are_read_ahead_of_a_statement_unless_it_binds_them_first(code, read):
     tree = ast.parse(code)
     assert Liveness(tree, tree).before(tree.body, set()) == read
+
+
+def test_a_comprehension_binds_what_it_names_in_its_expressions_alone():
+    code = "print([last := f(x) for x in xs])\nfound = {k: (n := v) for k, v in d.items()}\n"
+    assert names_bound(*ast.parse(code).body) == {"last", "found", "n"}

@@ -37,3 +37,20 @@ def test_a_function_changes_what_a_call_gives_the_parameter_that_it_writes_to(ca
     tree = ast.parse(f"{CODE}{call}")
     functions = FunctionsCalled(Imports(tree, Nodes(walk(tree))))
     assert are_changed_in_place({"out"}, tree.body[-1:], functions, []) == changes
+
+
+@pytest.mark.parametrize(
+    ("ahead", "change", "changes"),
+    [
+        ("view = out", "view.mul_(2)", True),
+        ("view = out + 1", "view.mul_(2)", False),
+        ("view = kept = out", "view.mul_(2)", True),
+        ("view = given or out", "view.mul_(2)", True),
+        ("views = {'a': x, 'b': out}", "views['b'].mul_(2)", True),
+        ("for view in [x, out]: pass", "view.mul_(2)", True),
+    ],
+)
+def test_a_tensor_is_changed_under_every_name_that_it_may_have(ahead, change, changes):
+    tree = ast.parse(f"{ahead}\n{change}")
+    functions = FunctionsCalled(Imports(tree, Nodes(walk(tree))))
+    assert are_changed_in_place({"out"}, tree.body[-1:], functions, tree.body[:-1]) == changes
