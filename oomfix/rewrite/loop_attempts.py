@@ -85,9 +85,7 @@ def _with_methods_as_backwards(reading: Reading, options: Options) -> Rewritten:
         return found
     from oomfix.rewrite.preparations.functional_backwards import functional_backward_edits
 
-    edits = functional_backward_edits(reading)
-    other = _rewritten_behind(edits, reading, options) if edits else found
-    return other if _is_more(other.loops, found.loops) else found
+    return _behind_if_more(functional_backward_edits(reading), found, reading, options)
 
 
 def _with_helpers_written_out(reading: Reading, options: Options) -> Rewritten:
@@ -98,13 +96,8 @@ def _with_helpers_written_out(reading: Reading, options: Options) -> Rewritten:
     from oomfix.rewrite.preparations.inlined_helpers import inlined_helper_edits
 
     inlined = inlined_helper_edits(reading)
-    if not inlined:
-        return found
-    other = _rewritten_behind([edit for edits in inlined.values() for edit in edits], reading, options)
-    if not _is_more(other.loops, found.loops):
-        return found
     notes = [f"`{name}` is written out where it was called" for name in inlined]
-    return other._replace(loops=tuple(_told(other.loops, found.loops, notes)))
+    return _behind_if_more([edit for edits in inlined.values() for edit in edits], found, reading, options, notes)
 
 
 def _are_all_split(found: Rewritten) -> bool:
@@ -116,6 +109,20 @@ def _is_more(loops: Sequence[LoopOutcome], others: Sequence[LoopOutcome]) -> boo
     forms = ("none", "in-place", "micro-batched")
     pairs = [(forms.index(one.rewrite), forms.index(other.rewrite)) for one, other in zip(loops, others, strict=False)]
     return len(loops) == len(others) and all(one >= other for one, other in pairs) and any(a > b for a, b in pairs)
+
+
+def _behind_if_more(
+    edits: list[Edit], found: Rewritten, reading: Reading, options: Options, notes: Sequence[str] = ()
+) -> Rewritten:
+    """The loops rewritten behind edits if that makes more of them, with what is said of those; else as they were."""
+    other = _rewritten_behind(edits, reading, options) if edits else found
+    if not _is_more(other.loops, found.loops):
+        return found
+    told = (
+        new if new.rewrite == old.rewrite else new._replace(notes=(*new.notes, *notes))
+        for new, old in zip(other.loops, found.loops, strict=True)
+    )
+    return other._replace(loops=tuple(told))
 
 
 def _rewritten_behind(edits: list[Edit], reading: Reading, options: Options) -> Rewritten:
@@ -155,9 +162,7 @@ def _with_resets_apart(reading: Reading, options: Options) -> Rewritten:
         return found
     from oomfix.rewrite.preparations.resets_apart import reset_edits
 
-    edits = reset_edits(reading)
-    other = _rewritten_behind(edits, reading, options) if edits else found
-    return other if _is_more(other.loops, found.loops) else found
+    return _behind_if_more(reset_edits(reading), found, reading, options)
 
 
 def _without_dropped_gradients(reading: Reading, options: Options) -> Rewritten:
@@ -168,19 +173,8 @@ def _without_dropped_gradients(reading: Reading, options: Options) -> Rewritten:
     from oomfix.rewrite.preparations.dropped_gradients import dropped_gradients
 
     dropped = dropped_gradients(reading)
-    if not dropped:
-        return found
     edits = [edit for one in dropped for edit in one.edits]
-    other = _rewritten_behind(edits, reading, options)
-    if not _is_more(other.loops, found.loops):
-        return found
-    return other._replace(loops=tuple(_told(other.loops, found.loops, [one.note for one in dropped])))
-
-
-def _told(loops: Sequence[LoopOutcome], before: Sequence[LoopOutcome], notes: Sequence[str]) -> Iterator[LoopOutcome]:
-    """Outcomes with what is said of those that became more than they were."""
-    for new, old in zip(loops, before, strict=True):
-        yield new if new.rewrite == old.rewrite else new._replace(notes=(*new.notes, *notes))
+    return _behind_if_more(edits, found, reading, options, [one.note for one in dropped])
 
 
 def _with_metrics_apart(reading: Reading, options: Options) -> Rewritten:
