@@ -11,7 +11,7 @@ from oomfix.rewrite.facts.verdict import LoopOutcome
 from oomfix.rewrite.loop_attempts import MENDED, Fixed, rewrite_loops
 from oomfix.rewrite.options import Options
 from oomfix.rewrite.surroundings.evaluation_calls import evaluation_call_edits
-from oomfix.rewrite.surroundings.local import findings_in, fix_locally
+from oomfix.rewrite.surroundings.local import findings_in, fix_locally, words_of
 from oomfix.rewrite.text.edits import apply_edits
 from oomfix.rewrite.text.layout import Layout
 from oomfix.rewrite.text.long_lines import long_line_edits
@@ -103,18 +103,14 @@ def _still_there(found: Sequence[Finding], before: Source, left: Sequence[Findin
     Of findings on lines of the same words, those that are told in the same words are meant first.
     """
     still: set[int] = set()
-    rest = [(finding.code, _words(after, finding), finding.message) for finding in left]
+    rest = [(finding.code, words_of(after, finding), finding.message) for finding in left]
     # a line may be written anew, and what is said of it may change
     counted = {known: Counter(place[:known] for place in rest) for known in (3, 2, 1)}
     for known in counted:
         for finding in found:
-            place = (finding.code, _words(before, finding), finding.message)
+            place = (finding.code, words_of(before, finding), finding.message)
             if id(finding) not in still and counted[known][place[:known]] > 0:
                 still.add(id(finding))
                 for less in range(1, known + 1):
                     counted[less][place[:less]] -= 1
     return [finding for finding in found if id(finding) in still]
-
-
-def _words(source: Source, finding: Finding) -> str:
-    return source.lines[finding.line - 1].strip()

@@ -113,14 +113,19 @@ def _alone_in(folder: str) -> Iterator[None]:
             os.close(descriptor)
 
 
+def _write(descriptor: int, data: bytes) -> None:
+    """Write to an open file, down to the disk, and close it."""
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _replace(target: str, data: bytes, state: os.stat_result) -> tuple[str, ...]:
     folder = os.path.dirname(target)
     descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY[0], suffix=_TEMPORARY[1], dir=folder)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(descriptor, data)
         notes = _take_over(target, temporary, state)
         os.replace(temporary, target)
     finally:
@@ -178,10 +183,7 @@ def _keep(target: str, data: bytes) -> str:
             continue
         complete = False
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            _write(descriptor, data)
             complete = True
         finally:
             if not complete:

@@ -53,8 +53,7 @@ def free_names(function: FunctionNode | ast.Lambda) -> set[str]:
     own = names_of_parameters(arguments)
     outside = names_read(*arguments.defaults, *arguments.kw_defaults, *getattr(function, "decorator_list", ()))
     body = function.body if isinstance(function.body, list) else [function.body]
-    declared = {name for node in _own_nodes(function) for name in _declared(node)}
-    own |= names_bound(*body) - declared
+    own |= names_bound(*body) - names_declared(*body)
     return outside | (names_read(*body) - own)
 
 
@@ -73,6 +72,12 @@ def names_bound(*statements: ast.AST) -> set[str]:
         elif isinstance(node, ast.MatchMapping) and node.rest:
             found.add(node.rest)
     return found
+
+
+def names_declared(*nodes: ast.AST) -> set[str]:
+    """The names that nodes declare to be those of the module or of a function around."""
+    declarations = (node for node in nodes_of_scope(*nodes) if isinstance(node, ast.Global | ast.Nonlocal))
+    return {name for node in declarations for name in node.names}
 
 
 def names_bound_by_target(*targets: ast.expr) -> set[str]:
@@ -180,8 +185,7 @@ class Liveness:
             functions = [node for node in walk(tree) if isinstance(node, FunctionNode | ast.Lambda)]
             self.always |= {name for function in functions for name in free_names(function)}
         else:
-            declared = {name for node in nodes_of_scope_body(scope) for name in _declared(node)}
-            self.always |= declared
+            self.always |= names_declared(*scope.body)
         self._everything = names_read(*scope.body)
         self._after: dict[int, set[str]] = {}
         self._loops: list[tuple[set[str], set[str]]] = []
@@ -302,12 +306,3 @@ def _captured(scope: Scope) -> set[str]:
         elif isinstance(node, ast.ClassDef):
             found |= names_read(node)
     return found
-
-
-def _own_nodes(function: FunctionNode | ast.Lambda) -> Iterator[ast.AST]:
-    body = function.body if isinstance(function.body, list) else [function.body]
-    return nodes_of_scope(*body)
-
-
-def _declared(node: ast.AST) -> list[str]:
-    return node.names if isinstance(node, ast.Global | ast.Nonlocal) else []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from oomfix.rewrite.dataflow.changes import changed_paths, paths_read
 from oomfix.rewrite.dataflow.functions_called import FunctionsCalled
-from oomfix.rewrite.dataflow.liveness import FunctionNode, Scope, names_bound, nodes_of_scope_body
+from oomfix.rewrite.dataflow.liveness import FunctionNode, Scope, names_bound, names_declared
 from oomfix.script.syntax.names import root_of
 from oomfix.script.syntax.nodes import walk
 
@@ -70,7 +70,7 @@ def _read_in(function: FunctionNode) -> set[str]:
 def _own_names(function: FunctionNode) -> set[str]:
     """The names that are a function's own, or belong to what is defined or repeated in it."""
     inside = list(walk(function))
-    declared = {name for node in nodes_of_scope_body(function) for name in _declared(node)}
+    declared = names_declared(*function.body)
     declared.update(name for node in inside if isinstance(node, ast.Global) for name in node.names)
     bound = names_bound(*function.body)
     bound.update(node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
@@ -82,7 +82,3 @@ def _means_the_same(name: str, function: FunctionNode, scope: Scope) -> bool:
     if isinstance(scope, ast.Module) or any(node is function for node in walk(scope)):
         return True
     return name not in _own_names(scope)
-
-
-def _declared(node: ast.AST) -> list[str]:
-    return node.names if isinstance(node, ast.Global | ast.Nonlocal) else []

@@ -86,6 +86,11 @@ class Events(NamedTuple):
         """The calls that run networks."""
         return {run.node for run in self.runs.values()}
 
+    def origins_of(self, statement: ast.stmt) -> set[int]:
+        """The numbers of the runs that a statement goes back through, where it is a backward."""
+        called = statement.value if isinstance(statement, ast.Expr) else None
+        return {origin for one in self.backwards if one.node is called for origin in one.origins}
+
     def moved(
         self, unchanged: Callable[[ast.Call], ast.Call | None], counterpart: Callable[[ast.Call], ast.Call | None]
     ) -> Events | None:

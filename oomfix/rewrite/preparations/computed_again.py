@@ -94,7 +94,7 @@ class _Finder:
     def _copied(self, block: list[ast.stmt], both: list[int], one: ast.stmt, other: ast.stmt) -> list[int]:
         """What two losses need, from the first network on that only the second backward goes through."""
         forwards = self._events.runs
-        through_one, through_other = self._origins(one), self._origins(other)
+        through_one, through_other = self._events.origins_of(one), self._events.origins_of(other)
         apart = {forwards[origin].node for origin in through_other - through_one if origin in forwards}
         apart -= {forwards[origin].node for origin in through_one if origin in forwards}
         made: set[str] = set()
@@ -107,11 +107,6 @@ class _Finder:
                 copied.append(index)
                 made |= names_bound(statement)
         return copied
-
-    def _origins(self, statement: ast.stmt) -> set[int]:
-        called = statement.value if isinstance(statement, ast.Expr) else None
-        own = (event for event in self._events.backwards if event.node is called)
-        return {origin for event in own for origin in event.origins}
 
     def _is_the_same(self, block: list[ast.stmt], index: int, gone: Sequence[int], behind: int) -> bool:
         """Whether a statement gives the same behind what stays ahead of its copy."""

@@ -53,17 +53,9 @@ def statements_of(helper: ast.FunctionDef) -> list[ast.stmt]:
 
 def lines_of(helper: ast.FunctionDef, layout: Layout) -> Lines:
     """The lines of what a helper does, with all comments among them and behind."""
-    body, lines = statements_of(helper), layout.source.lines
+    body = statements_of(helper)
     header = (helper.body[0].end_lineno or helper.lineno) if body is not helper.body else helper.lineno
-    last = number = layout.last_line(body[-1])
-    margin = layout.margin(helper)
-    while number < len(lines):
-        line = lines[number]
-        indented = line.startswith(margin) and line[len(margin) : len(margin) + 1] in (" ", "\t")
-        if line.strip() and not (indented and line.lstrip().startswith("#")):
-            break
-        number += 1
-        last = number if line.strip() else last
+    last = layout.last_comment(layout.last_line(body[-1]), layout.margin(helper))
     return Lines(_first_with_comments(body[0], header, layout), last)
 
 

@@ -15,8 +15,8 @@ from oomfix.rewrite.dataflow.liveness import (
     Scope,
     names_bound,
     names_bound_by_target,
+    names_declared,
     names_read,
-    nodes_of_scope_body,
 )
 from oomfix.rewrite.dataflow.read_without_graph import is_read_without_graph, makes_constant
 from oomfix.rewrite.facts.forward_hooks import ForwardHooks
@@ -162,7 +162,7 @@ class _Lifter:
             except OutsideOfBlock:
                 if lifts and (line := self._ahead.first_line_of(calls)) is not None:
                     raise CannotLift(f"line {line} runs the network of a later loss ahead of an earlier one") from None
-                if not lifts or self._origins_of(site.statement):
+                if not lifts or self._events.origins_of(site.statement):
                     raise
                 continue  # it trains no network, and stays: a temperature behind the policy
             if shared := [one for other in lifts for one in other.lifted if one in lift.lifted]:
@@ -256,7 +256,7 @@ class _Lifter:
 
     def _reaches(self, scope: Scope, other: Scope) -> bool:
         """Whether a name that one scope binds may mean the same in another: two methods each have their own."""
-        declares = any(isinstance(node, ast.Global | ast.Nonlocal) for node in nodes_of_scope_body(scope))
+        declares = bool(names_declared(*scope.body))
         return declares or isinstance(scope, ast.Module) or scope in (other, *self._blocks.ancestors(other))
 
     def _place_behind(self, first: Lift, second: Site) -> int | None:
@@ -319,7 +319,7 @@ class _Lifter:
         if makes_constant(statement):
             return True
         run, forwards = set(self._calls_run.by(statement)), self._events.runs
-        through = (forwards[origin].node for origin in self._origins_of(second.statement) if origin in forwards)
+        through = (forwards[origin].node for origin in self._events.origins_of(second.statement) if origin in forwards)
         return (records_nothing(statement) or detaches(statement)) and run.isdisjoint(through)
 
     def _graph_is_freed(self, first: Lift, second: Site) -> bool:
@@ -329,7 +329,7 @@ class _Lifter:
         """
         run = {call for statement in first.lifted for call in self._calls_run.by(statement)}
         of_slice = {origin for origin, forward in self._events.runs.items() if forward.node in run}
-        through = [self._origins_of(site.statement) for site in (first.site, second)]
+        through = [self._events.origins_of(site.statement) for site in (first.site, second)]
         return bool(of_slice) and of_slice <= through[0] and through[1].isdisjoint(of_slice)
 
     def _without_graph_behind(self, lift: Lift) -> set[str]:
@@ -342,12 +342,6 @@ class _Lifter:
             if self._runs_forward(statement) or names_read(statement) & made or makes_constant(statement):
                 made |= names_bound(statement)
         return made
-
-    def _origins_of(self, statement: ast.stmt) -> set[int]:
-        """The forwards that a backward goes through."""
-        called = statement.value if isinstance(statement, ast.Expr) else None
-        own = (event for event in self._events.backwards if event.node is called)
-        return {origin for event in own for origin in event.origins}
 
     def _names_behind(self, site: Site, earlier: ast.stmt) -> set[str]:
         """The names that a loss is computed from, as they are when an earlier statement has run."""

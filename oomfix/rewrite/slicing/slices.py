@@ -16,6 +16,7 @@ from oomfix.rewrite.dataflow.liveness import (
     definitely_bound,
     names_bound,
     names_bound_by_target,
+    names_declared,
     names_read,
     nodes_of_scope,
     nodes_of_scope_body,
@@ -270,8 +271,7 @@ class Slicer:
                 raise CannotLift(f"`super()` in line {node.lineno} means the method it stands in")
             if isinstance(node, ast.Call) and last_name(node) == "zero_grad":
                 raise CannotLift(f"gradients are reset inside of the part that the loss is computed in, line {line}")
-        declared = _declared_names(lift.site.scope)
-        if shared := names_bound(statement) & declared:
+        if shared := names_bound(statement) & names_declared(*lift.site.scope.body):
             raise CannotLift(f"line {line} writes {sorted(shared)[0]}, which belongs to a scope around it")
         self._check_effect(statement, lift)
 
@@ -426,11 +426,6 @@ def _only_switches(statement: ast.stmt) -> bool:
         same = isinstance(function, ast.Attribute) and path_of(function.value) == path_of(statement.targets[0])
         return same and path_of(statement.targets[0]) is not None and switches_mode(statement)
     return isinstance(statement, ast.Expr) and switches_mode(statement)
-
-
-def _declared_names(scope: Scope) -> set[str]:
-    nodes = (node for node in nodes_of_scope_body(scope) if isinstance(node, ast.Global | ast.Nonlocal))
-    return {name for node in nodes for name in node.names}
 
 
 def _read_before_bound(name: str, statements: list[ast.stmt]) -> bool:

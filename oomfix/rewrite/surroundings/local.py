@@ -90,7 +90,7 @@ def _in_vain(made: Counter[_Place], before: Counter[_Place], after: Counter[_Pla
 def _place(source: Source, finding: Finding) -> _Place:
     first = min((edit.start for edit in finding.edits), default=None)
     edited = "" if first is None else source.lines[source.position(first)[0] - 1].strip()
-    return finding.code, _line(source, finding), edited
+    return finding.code, words_of(source, finding), edited
 
 
 def _of_first_stage(findings: list[Finding]) -> list[Finding]:
@@ -129,7 +129,8 @@ def findings_in(script: Script, rules: Sequence[Rule]) -> list[Finding]:
     return sorted(dict.fromkeys(findings), key=lambda finding: (finding.line, finding.column, finding.code))
 
 
-def _line(source: Source, finding: Finding) -> str:
+def words_of(source: Source, finding: Finding) -> str:
+    """The line of a finding, without its margin."""
     return source.lines[finding.line - 1].strip()
 
 

@@ -92,10 +92,13 @@ class Layout:
 
     def last_line(self, statement: ast.stmt) -> int:
         """A statement's last line, with the comments behind it that are indented like its block."""
-        last = number = statement.end_lineno or statement.lineno
-        if not isinstance(statement, ast.With | ast.AsyncWith | ast.For | ast.AsyncFor | ast.While | ast.If | ast.Try):
-            return last
-        margin = self.margin(statement)
+        last = statement.end_lineno or statement.lineno
+        blocks = (ast.With, ast.AsyncWith, ast.For, ast.AsyncFor, ast.While, ast.If, ast.Try)
+        return self.last_comment(last, self.margin(statement)) if isinstance(statement, blocks) else last
+
+    def last_comment(self, last: int, margin: str) -> int:
+        """The last of the comments behind a line that are indented deeper than a margin, or that line."""
+        number = last
         while number < len(self.source.lines):
             line = self.source.lines[number]
             indented = line.startswith(margin) and line[len(margin) : len(margin) + 1] in (" ", "\t")
