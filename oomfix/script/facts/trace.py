@@ -177,14 +177,14 @@ class Backward(Event):
     origins: frozenset[int]
     divisors: frozenset[str]
     scaled: bool
-    retains: bool
-    """`retain_graph=True`, literally."""
     carried: frozenset[int]
-    framework: str | None
-    made_here: bool
-    """What is differentiated was made in the same function."""
-    unseen: frozenset[int] = frozenset()
+    unseen: frozenset[int]
     """Graphs made out of sight that it goes through as well."""
+    retains: bool = False
+    """`retain_graph=True`, literally."""
+    framework: str | None = None
+    made_here: bool = True
+    """What is differentiated was made in the same function."""
     by_an_object: bool = False
     """`optim.backward(loss)`: an object out of sight runs it on the loss that it is given, and may scale that."""
     is_grad_call: bool = False

@@ -130,22 +130,9 @@ class Training(Forwards):
         )
         binding = self.binding_of(root_node) if path_of(root_node) is not None else None
         followed = binding is None or binding.statement is not None or self.frame.call is not None
-        self.trace.backwards.append(
-            Backward(
-                node=node,
-                site=self.site(),
-                order=self.trace.next_order(),
-                origins=root.origins - self.trace.unseen,
-                divisors=root.divisors,
-                scaled=root.scaled,
-                retains=retains,
-                carried=root.carried_from,
-                framework=framework,
-                made_here=followed and bool(root.origins),
-                unseen=root.origins & self.trace.unseen,
-                by_an_object=by_an_object,
-            )
-        )
+        event = self._note_backward(node, root)
+        event.retains, event.framework, event.by_an_object = retains, framework, by_an_object
+        event.made_here = followed and bool(root.origins)
         self.trace.backpropagated |= root.origins
         if not retains:
             self.trace.freed |= root.origins
@@ -153,9 +140,8 @@ class Training(Forwards):
         guards = [scope for scope in self.scopes if isinstance(scope, Guard)] if root.scaled else []
         self.state.scaled_when = frozenset(as_test(guard.test, guard.value) for guard in guards)
 
-    def _functional_backward(self, node: ast.Call, name: str, given: Given) -> Value:
-        keywords = given.keywords
-        root = flatten(given.argument("outputs" if "outputs" in keywords else "tensors"))
+    def _note_backward(self, node: ast.Call, root: Value) -> Backward:
+        """A backward through the graph of a value, with what the value says of it."""
         event = Backward(
             node=node,
             site=self.site(),
@@ -163,14 +149,17 @@ class Training(Forwards):
             origins=root.origins - self.trace.unseen,
             divisors=root.divisors,
             scaled=root.scaled,
-            retains=False,
             carried=root.carried_from,
-            framework=None,
-            made_here=True,
             unseen=root.origins & self.trace.unseen,
-            is_grad_call=name.endswith(".grad"),
         )
         self.trace.backwards.append(event)
+        return event
+
+    def _functional_backward(self, node: ast.Call, name: str, given: Given) -> Value:
+        keywords = given.keywords
+        root = flatten(given.argument("outputs" if "outputs" in keywords else "tensors"))
+        event = self._note_backward(node, root)
+        event.is_grad_call = name.endswith(".grad")
         keeps_graph = any(keywords.get(name, NUMBER).constant is True for name in ("create_graph", "retain_graph"))
         if not keeps_graph:
             self.trace.freed |= root.origins
