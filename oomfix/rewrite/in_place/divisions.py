@@ -139,11 +139,10 @@ class Divisions:
             raise CannotFold(f"line {statement.lineno} holds more than one statement")
         margin, newline = self._layout.margin(statement), self._layout.newline
         end = self._layout.span(lines)[1]
-        written = newline.join(f"{margin}{line}" for text in texts for line in text.splitlines())
+        written = [f"{margin}{line}" for text in texts for line in text.splitlines()]
         if end == len(self._source.text):
-            return Edit(end, end, newline + written)
-        behind = self._layout.whole(lines)[1]
-        return Edit(behind, behind, written + newline)
+            return Edit(end, end, "".join(newline + line for line in written))
+        return self._layout.inserted(self._layout.whole(lines)[1], written)
 
     def _check_passed(self, statement: ast.stmt, loss: str) -> None:
         """Whether a backward may run ahead of a statement between the division and it."""

@@ -152,7 +152,7 @@ class InPlace:
         if not ahead.strip():
             here, margin = layout.above_comments(statement), layout.margin(statement)
             lines = [f"{margin}{call}"] if not each else [f"{margin}{each}:", f"{margin}{layout.unit}{call}"]
-            return Edit(here, here, "".join(line + layout.newline for line in lines))
+            return layout.inserted(here, lines)
         call = f"[{call} {each}]" if each else call
         if not ahead.rstrip().endswith(":"):
             return Edit(start, start, f"{call}; ")

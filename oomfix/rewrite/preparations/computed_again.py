@@ -51,9 +51,8 @@ def _edits(reading: Reading, block: list[ast.stmt], found: _Again) -> Iterator[E
         return
     margin = layout.margin(block[found.behind])
     text = [line for chunk in lines.values() if chunk is not None for line in layout.moved(chunk, margin, margin)]
-    yield from (Edit(*layout.whole(chunk), "") for chunk in moved.values() if chunk is not None)
-    place = layout.whole(own)[1]
-    yield Edit(place, place, layout.newline.join(text) + layout.newline)
+    yield from (layout.removed(chunk) for chunk in moved.values() if chunk is not None)
+    yield layout.inserted(layout.whole(own)[1], text)
 
 
 class _Finder:

@@ -65,14 +65,12 @@ def _edits(tested: _Tested, optimizer: str, reading: Reading) -> Iterator[Edit]:
     if around is None or below is None or len(taken) <= len(ahead) or (other and other[0].lineno == branch.lineno):
         return
     inner, newline = layout.margin(backward), layout.newline
-    yield from (Edit(*layout.whole(lines), "") for lines in taken)
+    yield from (layout.removed(lines) for lines in taken)
     moved = layout.moved(taken[-1], inner, layout.margin(branch))
-    here = layout.span(around)[0]
-    yield Edit(here, here, newline.join([*moved, ""]))
+    yield layout.inserted(layout.span(around)[0], moved)
     reset = f"{inner}{optimizer}.zero_grad()"
     if other:
-        here = layout.span(below)[0]
-        yield Edit(here, here, f"{reset}{newline}")
+        yield layout.inserted(layout.span(below)[0], [reset])
     else:
         end = layout.span(around._replace(last=layout.last_line(branch)))[1]
         yield Edit(end, end, f"{newline}{layout.margin(branch)}else:{newline}{reset}")

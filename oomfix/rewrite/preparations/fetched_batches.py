@@ -55,6 +55,5 @@ def _named(reading: Reading, statement: ast.stmt, fetched: ast.Call, name: str) 
     if layout.own_lines(statement) is None:
         return
     start = source.line_starts[statement.lineno - 1]
-    text = f"{layout.margin(statement)}{name} = {source.segment(fetched)}{layout.newline}"
-    yield Edit(start, start, text)
+    yield layout.inserted(start, [f"{layout.margin(statement)}{name} = {source.segment(fetched)}"])
     yield Edit(*bounds(source, fetched), name)

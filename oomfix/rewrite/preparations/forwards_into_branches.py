@@ -85,12 +85,12 @@ def _edits(branch: ast.If, moved: Sequence[ast.stmt], reading: Reading) -> list[
     if own is None or not is_apart or not other_is_plain or len(lines) != len(chunks):
         return []
     margin, newline, inner = layout.margin(branch), layout.newline, layout.margin(sides[0])
-    edits = [Edit(*layout.whole(chunk), "") for chunk in lines]
+    edits = [layout.removed(chunk) for chunk in lines]
     for first in sides:
         below = layout.chunk(first, reading.blocks.block_of(first), reading.blocks.header_of(first))
         here = layout.whole(below or Lines(first.lineno, first.lineno))[0]
         text = [line for chunk in lines for line in layout.moved(chunk, margin, layout.margin(first))]
-        edits.append(Edit(here, here, "".join(line + newline for line in text)))
+        edits.append(layout.inserted(here, text))
     if not branch.orelse:
         end = layout.span(Lines(branch.lineno, layout.last_line(branch)))[1]
         text = [f"{margin}else:", *(line for chunk in lines for line in layout.moved(chunk, margin, inner))]

@@ -147,8 +147,7 @@ class _Branches:
             return []
         lines = layout.moved(chunk, layout.margin(condition), layout.margin(place))
         behind = layout.whole(Lines(own.first, layout.last_line(place)))[1]
-        text = "".join(line + layout.newline for line in lines)
-        return [Edit(*layout.whole(chunk), ""), Edit(behind, behind, text)]
+        return [layout.removed(chunk), layout.inserted(behind, lines)]
 
     def _way(self, test: ast.expr | None, body: list[ast.stmt], condition: ast.If, around: _Around) -> _Way:
         inside = {name for one in (*around.before, condition) for name in _bound_plainly(one)}
@@ -234,8 +233,7 @@ class _Branches:
         for name in sorted({name for way in ways for name in _bound_and_logged(way)}):
             place = next((one for one in (outermost, condition) if self._is_without_value(name, one)), None)
             if place is not None:
-                start = layout.above_comments(place)
-                yield Edit(start, start, f"{layout.margin(place)}{name} = None{layout.newline}")
+                yield layout.inserted(layout.above_comments(place), [f"{layout.margin(place)}{name} = None"])
 
     def _is_without_value(self, name: str, condition: ast.If) -> bool:
         """Whether a name has no value ahead of an `if`, which may leave it without one, and nobody misses it."""
@@ -270,8 +268,7 @@ class _Writing:
     def edits(self) -> list[Edit]:
         """The edits; none where lines are shared."""
         layout = self.reading.layout
-        margin, newline = layout.margin(self.place), layout.newline
-        own = layout.own_lines(self.place)
+        margin, own = layout.margin(self.place), layout.own_lines(self.place)
         chunks = [[self._chunk(one, way.body) for one in way.logged] for way in self.ways]
         if own is None or any(chunk is None for of_way in chunks for chunk in of_way):
             return []
@@ -286,7 +283,7 @@ class _Writing:
                 lines += layout.moved(chunk, layout.margin(way.body[0]), inner)
             found += self._removals(way, known)
         behind = layout.whole(Lines(own.first, layout.last_line(self.place)))[1]
-        return [*found, Edit(behind, behind, newline.join(lines) + newline)]
+        return [*found, layout.inserted(behind, lines)]
 
     def _chunk(self, statement: ast.stmt, body: list[ast.stmt]) -> Lines | None:
         return self.reading.layout.chunk(statement, body, self.reading.blocks.header_of(statement))
@@ -314,12 +311,12 @@ class _Writing:
         """The edits that take logs out of a way, and the `else` with them that holds nothing else."""
         layout = self.reading.layout
         if not chunks or len(way.logged) < len(way.body):
-            return [Edit(*layout.whole(chunk), "") for chunk in chunks]
+            return [layout.removed(chunk) for chunk in chunks]
         first, last = chunks[0].first, chunks[-1].last
         if way.test is None:
             lines = layout.source.lines
             first = next(number for number in range(first, 0, -1) if lines[number - 1].strip().startswith("else"))
-            return [Edit(*layout.whole(Lines(first, last)), "")]
+            return [layout.removed(Lines(first, last))]
         return [Edit(*layout.span(Lines(first, last)), f"{layout.margin(way.body[0])}pass")]
 
 

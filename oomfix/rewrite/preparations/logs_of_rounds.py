@@ -277,7 +277,7 @@ def _is_there_again(node: ast.expr) -> bool:
 
 
 def _edits(reading: Reading, loop: _Loop, values: Sequence[str], header: str, kept: str) -> list[Edit]:
-    layout, newline = reading.layout, reading.layout.newline
+    layout = reading.layout
     chunks = _chunks(reading, loop)
     if chunks is None or layout.own_lines(loop.outer) is None:
         return []
@@ -287,13 +287,13 @@ def _edits(reading: Reading, loop: _Loop, values: Sequence[str], header: str, ke
     for chunk in chunks:
         logs += layout.moved(chunk, inner, f"{margin}{layout.unit}")
     start = layout.span(Lines(loop.node.lineno, loop.node.lineno))[0]
-    edits = [Edit(start, start, f"{layout.margin(loop.node)}{kept} = []{newline}")]
+    edits = [layout.inserted(start, [f"{layout.margin(loop.node)}{kept} = []"])]
     ahead = definitely_bound(loop.node.body[: loop.node.body.index(loop.logged[0])])
     here = chunks.pop(0 if set(values) <= ahead | names_bound_by_target(loop.node.target) else -1)
     edits.append(Edit(*layout.span(here), f"{inner}{kept}.append({value})"))
-    edits += [Edit(*layout.whole(chunk), "") for chunk in chunks]
+    edits += [layout.removed(chunk) for chunk in chunks]
     behind = layout.whole(Lines(loop.outer.lineno, layout.last_line(loop.outer)))[1]
-    return [*edits, Edit(behind, behind, newline.join(logs) + newline)]
+    return [*edits, layout.inserted(behind, logs)]
 
 
 def _chunks(reading: Reading, loop: _Loop) -> list[Lines] | None:

@@ -45,7 +45,7 @@ def compute_in_turn(reading: Reading, manager: str) -> list[Edit]:
 
 
 def _edits(reading: Reading, block: list[ast.stmt], turns: Turns) -> Iterator[Edit]:
-    layout, newline = reading.layout, reading.layout.newline
+    layout = reading.layout
     for end, moved in turns.of(block):
         header = reading.blocks.header_of(block[0])
         chunks = [layout.chunk(block[index], block, header) for index in moved]
@@ -54,9 +54,8 @@ def _edits(reading: Reading, block: list[ast.stmt], turns: Turns) -> Iterator[Ed
             continue
         margin = layout.margin(block[end])
         lines = [line for chunk in chunks if chunk is not None for line in layout.moved(chunk, margin, margin)]
-        yield from (Edit(*layout.whole(chunk), "") for chunk in chunks if chunk is not None)
-        behind = layout.whole(own)[1]
-        yield Edit(behind, behind, newline.join(lines) + newline)
+        yield from (layout.removed(chunk) for chunk in chunks if chunk is not None)
+        yield layout.inserted(layout.whole(own)[1], lines)
 
 
 class Turns:

@@ -43,9 +43,8 @@ def name_numbers(reading: Reading, manager: str) -> list[Edit]:
                 texts[number] = bound[text]
             found = substituted(reading, log, texts) if texts and own is not None else []
             if found and own is not None:
-                lines = "".join(f"{layout.margin(log)}{name} = {text}{layout.newline}" for text, name in bound.items())
-                here = layout.whole(own)[0]
-                edits += [Edit(here, here, lines), *found]
+                lines = [f"{layout.margin(log)}{name} = {text}" for text, name in bound.items()]
+                edits += [layout.inserted(layout.whole(own)[0], lines), *found]
     return edits
 
 

@@ -40,10 +40,9 @@ def _parted(block: list[ast.stmt], reading: Reading, manager: str) -> Iterator[E
         place = _end_of_shared(statement, later, reading)
         first = None if place is None else reading.layout.chunk(statement.body[place], statement.body, statement.lineno)
         if first is not None and reading.layout.own_lines(statement) is not None:
-            margin, newline = reading.layout.margin(statement), reading.layout.newline
-            here = reading.layout.span(first)[0]
             context = reading.source.segment(statement.items[0].context_expr)
-            yield Edit(here, here, f"{margin}with {context}:{newline}")
+            header = f"{reading.layout.margin(statement)}with {context}:"
+            yield reading.layout.inserted(reading.layout.span(first)[0], [header])
 
 
 def _is_autocast(statement: ast.stmt, manager: str) -> bool:

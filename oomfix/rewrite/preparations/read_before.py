@@ -98,8 +98,8 @@ class _Logs:
                 own = layout.own_lines(place)
                 if own is None:
                     return []
-                here = layout.whole(own)[0]
-                bound.append(Edit(here, here, f"{layout.margin(place)}{given[key]} = {key[1]}{layout.newline}"))
+                line = f"{layout.margin(place)}{given[key]} = {key[1]}"
+                bound.append(layout.inserted(layout.whole(own)[0], [line]))
             texts[value] = given[key]
         found = substituted(self._reading, statement, texts) if texts else []
         if found:

@@ -83,10 +83,10 @@ def _moved_ahead(reset: ast.Expr, reading: Reading) -> list[Edit]:
     if lines is None or own is None or len(block.body) == 1:
         return []
     place = layout.whole(own)[0]
-    text = layout.moved(lines, layout.margin(reset), layout.margin(block))
+    moved = layout.moved(lines, layout.margin(reset), layout.margin(block))
     below = layout.source.lines[lines.last]
     gone = lines._replace(last=lines.last + 1) if reset is block.body[0] and not below.strip() else lines
-    return [Edit(*layout.whole(gone), ""), Edit(place, place, "".join(line + layout.newline for line in text))]
+    return [layout.removed(gone), layout.inserted(place, moved)]
 
 
 def _is_plain(test: ast.expr) -> bool:
@@ -108,5 +108,5 @@ def _moved(reset: ast.Expr, backward: ast.stmt, layout: Layout) -> list[Edit]:
     if lines is None or behind is None:
         return []
     place = layout.whole(behind)[0]
-    text = layout.moved(lines, layout.margin(reset), layout.margin(backward))
-    return [Edit(*layout.whole(lines), ""), Edit(place, place, "".join(line + layout.newline for line in text))]
+    moved = layout.moved(lines, layout.margin(reset), layout.margin(backward))
+    return [layout.removed(lines), layout.inserted(place, moved)]

@@ -141,8 +141,7 @@ def _hoisted(branch: ast.If, reading: Reading, manager: str) -> list[Edit]:
     test = f"({text})" if isinstance(branch.test, ast.IfExp | ast.Lambda) else text
     loss = losses[0] if losses[0] == losses[1] else f"{losses[0]} if {test} else {losses[1]}"
     start = layout.source.line_starts[branch.lineno - 1]
-    call = f"{layout.margin(branch)}{manager}.backward({loss}){layout.newline}"
-    return [Edit(start, start, call), *edits]
+    return [layout.inserted(start, [f"{layout.margin(branch)}{manager}.backward({loss})"]), *edits]
 
 
 def _first_of(chunks: list[Lines | None]) -> int:

@@ -109,7 +109,7 @@ class Lifting:
             if lines is None or any(block == [statement] for block in blocks(walk(lift.site.scope))):
                 yield Edit(start, end, "pass")
             else:
-                yield Edit(*self._layout.whole(self._layout.with_gap(lines)), "")
+                yield self._layout.removed(self._layout.with_gap(lines))
 
     def _around_branch(self, lift: Lift, text: _Text, definition: list[str], after: list[str]) -> list[Edit]:
         """A loss that only `if train:` differentiates; on the other side it is evaluated, read or not.
@@ -150,7 +150,7 @@ class Lifting:
         here = self._source.line_starts[line - 1]
         trained = any(map(trains, block))
         lines = self._call(lift, "" if trained else f"{self._manager}.evaluate", margin)
-        return Edit(here, here, "".join(line + self._layout.newline for line in lines))
+        return self._layout.inserted(here, lines)
 
     def _ahead_of_readers(self, lift: Lift, call: str) -> Iterator[Edit]:
         """The call ahead of what reads its result in the branch, where the backward stood behind that."""
@@ -162,7 +162,7 @@ class Lifting:
             raise JoinedStatements(lift.reading[0].lineno)
         here = self._layout.span(first)[0]
         yield Edit(here, here, call + self._layout.newline)
-        yield Edit(*self._layout.whole(backward), "")
+        yield self._layout.removed(backward)
 
     def _definition(self, lift: Lift, text: _Text) -> list[str]:
         body: list[str] = []

@@ -37,8 +37,7 @@ def stage_edits(reading: Reading, free: str) -> list[Edit]:
     edits = []
     for old, new in _Stages(reading).transitions():
         if layout.own_lines(new) is not None:
-            start = layout.above_comments(new)
-            edits.append(Edit(start, start, f"{layout.margin(new)}{free}({old}){layout.newline}"))
+            edits.append(layout.inserted(layout.above_comments(new), [f"{layout.margin(new)}{free}({old})"]))
     return edits
 
 

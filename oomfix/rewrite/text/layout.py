@@ -7,10 +7,11 @@ import io
 import re
 import textwrap
 import tokenize
+from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from oomfix.script.syntax.edits import bounds, indentation_unit, newline_of
+from oomfix.script.syntax.edits import Edit, bounds, indentation_unit, newline_of
 from oomfix.script.syntax.nodes import walk
 from oomfix.source import Source
 
@@ -89,6 +90,14 @@ class Layout:
             number += 1
         parted = number < len(lines) and not lines[number].strip()
         return number if parted and is_code([line[len(start) :] for line in lines[last:number]]) else last
+
+    def inserted(self, here: int, lines: Iterable[str]) -> Edit:
+        """The edit that puts lines at an offset at which one begins."""
+        return Edit(here, here, "".join(line + self.newline for line in lines))
+
+    def removed(self, lines: Lines) -> Edit:
+        """The edit that takes lines out, with their ends."""
+        return Edit(*self.whole(lines), "")
 
     def last_line(self, statement: ast.stmt) -> int:
         """A statement's last line, with the comments behind it that are indented like its block."""

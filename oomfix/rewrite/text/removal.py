@@ -45,7 +45,7 @@ def without(layout: Layout, statement: ast.stmt, block: list[ast.stmt]) -> Edit:
         last += 1
     elif statement is block[-1] and not above and parted:
         first -= 1
-    return Edit(*layout.whole(own._replace(first=first, last=last)), "")
+    return layout.removed(own._replace(first=first, last=last))
 
 
 def _last_of_comment(layout: Layout, statement: ast.stmt, last: int) -> int:

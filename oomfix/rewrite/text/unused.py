@@ -43,7 +43,7 @@ def unused_amp_imports(before: Imports, after: Imports, layout: Layout) -> list[
         if len(unused) == len(statement.names):
             if (lines := layout.own_lines(statement)) is not None:
                 gap = block is not after.tree.body
-                edits.append(without(layout, statement, block) if gap else Edit(*layout.whole(lines), ""))
+                edits.append(without(layout, statement, block) if gap else layout.removed(lines))
         elif unused and isinstance(statement, ast.ImportFrom):
             # imported here: most scripts import nothing that they stop using, and libcst takes a while
             from oomfix.rewrite.text.imported_names import without_names
@@ -105,7 +105,7 @@ def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit
             if (lines := _with_comment(statement, layout)) is not None:
                 within |= set(walk(statement))
                 last = _last_blank_line(statement, scope, layout)
-                edits.append(Edit(*layout.whole(layout.with_gap(lines._replace(last=last))), ""))
+                edits.append(layout.removed(layout.with_gap(lines._replace(last=last))))
     return edits
 
 
