@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 from oomfix.rewrite.dataflow.blocks import Blocks
@@ -14,7 +14,7 @@ from oomfix.rewrite.dataflow.step_functions import training_loops
 from oomfix.rewrite.facts.amp import Amp
 from oomfix.rewrite.facts.events import Events
 from oomfix.rewrite.text.edits import Shift, apply_edits, with_text
-from oomfix.rewrite.text.layout import Layout
+from oomfix.rewrite.text.layout import Layout, Lines
 from oomfix.script import Script, TrainingLoop
 from oomfix.script.syntax.edits import Edit, bounds
 from oomfix.script.syntax.names import path_of
@@ -103,6 +103,15 @@ class Reading:
     def layout(self) -> Layout:
         """Its lines."""
         return Layout(self.source)
+
+    def chunk(self, statement: ast.stmt) -> Lines | None:
+        """The lines of a statement with the comments above it; None where it shares them."""
+        return self.layout.chunk(statement, self.blocks.block_of(statement), self.blocks.header_of(statement))
+
+    def chunks(self, statements: Sequence[ast.stmt]) -> list[Lines] | None:
+        """The lines of each of some statements, see `chunk`; None where one of them shares its lines."""
+        found = [lines for one in statements if (lines := self.chunk(one)) is not None]
+        return found if len(found) == len(statements) else None
 
     def measures(self, block: ast.With) -> bool:
         """Whether a block only measures what runs in it; where the file itself says how, by what stands there."""

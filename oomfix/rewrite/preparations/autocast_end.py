@@ -8,6 +8,7 @@ from oomfix.rewrite.dataflow.blocks import Blocks
 from oomfix.rewrite.dataflow.liveness import names_bound, names_read
 from oomfix.rewrite.dataflow.on_gradients import is_zero_grad
 from oomfix.rewrite.facts.reading import Reading
+from oomfix.rewrite.text.layout import Lines
 from oomfix.script.syntax.edits import Edit
 from oomfix.script.syntax.nodes import walk
 
@@ -74,12 +75,9 @@ def ended_ahead_of(block: ast.With, statement: ast.stmt, reading: Reading) -> Ed
     if not index or len(block.items) != 1:
         return None
     layout = reading.layout
-    moved = [layout.chunk(other, block.body, block.lineno) for other in block.body[index:]]
-    if layout.own_lines(block) is None or any(lines is None for lines in moved):
+    chunks = reading.chunks(block.body[index:])
+    if layout.own_lines(block) is None or chunks is None:
         return None
-    first, last = moved[0], moved[-1]
-    assert first is not None and last is not None
-    inner = layout.margin(block.body[index])
-    lines = layout.moved(first._replace(last=last.last), inner, layout.margin(block))
-    span = layout.span(first._replace(last=last.last))
-    return Edit(*span, layout.newline.join(lines))
+    whole = Lines(chunks[0].first, chunks[-1].last)
+    lines = layout.moved(whole, layout.margin(block.body[index]), layout.margin(block))
+    return Edit(*layout.span(whole), layout.newline.join(lines))

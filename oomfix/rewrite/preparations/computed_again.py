@@ -42,10 +42,10 @@ def compute_again(reading: Reading, manager: str) -> list[Edit]:
 
 
 def _edits(reading: Reading, block: list[ast.stmt], found: _Again) -> Iterator[Edit]:
-    layout, header = reading.layout, reading.blocks.header_of(block[0])
+    layout = reading.layout
     own = layout.own_lines(block[found.behind])
     copied = {index: layout.own_lines(block[index]) for index in found.copied}
-    moved = {index: layout.chunk(block[index], block, header) for index in found.moved}
+    moved = {index: reading.chunk(block[index]) for index in found.moved}
     lines = dict(sorted((copied | moved).items()))
     if own is None or None in lines.values():
         return

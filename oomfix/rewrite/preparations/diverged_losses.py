@@ -12,7 +12,6 @@ from oomfix.rewrite.facts.diverged import asks_if_diverged, asks_if_finite
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.facts.skipped_batches import looks_for_anomalies
 from oomfix.rewrite.preparations.resets_in_skips import only_optimizer
-from oomfix.rewrite.text.layout import Lines
 from oomfix.script.syntax.edits import Edit
 
 
@@ -59,13 +58,12 @@ def _edits(tested: _Tested, optimizer: str, reading: Reading) -> Iterator[Edit]:
     ahead = side[: side.index(backward)]
     if not all(frees_gradients_of(one, optimizer) for one in ahead):
         return
-    taken = [chunk for one in (*ahead, backward) if (chunk := _chunk(one, side, reading)) is not None]
-    around = _chunk(branch, reading.blocks.block_of(branch), reading)
-    below = _chunk(other[0], other, reading) if other else around
-    if around is None or below is None or len(taken) <= len(ahead) or (other and other[0].lineno == branch.lineno):
+    taken, around = reading.chunks([*ahead, backward]), reading.chunk(branch)
+    below = reading.chunk(other[0]) if other else around
+    if around is None or below is None or taken is None or (other and other[0].lineno == branch.lineno):
         return
     inner, newline = layout.margin(backward), layout.newline
-    yield from (layout.removed(lines) for lines in taken)
+    yield from map(layout.removed, taken)
     moved = layout.moved(taken[-1], inner, layout.margin(branch))
     yield layout.inserted(layout.span(around)[0], moved)
     reset = f"{inner}{optimizer}.zero_grad()"
@@ -74,7 +72,3 @@ def _edits(tested: _Tested, optimizer: str, reading: Reading) -> Iterator[Edit]:
     else:
         end = layout.span(around._replace(last=layout.last_line(branch)))[1]
         yield Edit(end, end, f"{newline}{layout.margin(branch)}else:{newline}{reset}")
-
-
-def _chunk(statement: ast.stmt, block: list[ast.stmt], reading: Reading) -> Lines | None:
-    return reading.layout.chunk(statement, block, reading.blocks.header_of(statement))

@@ -75,25 +75,22 @@ def _only_binds_names(statement: ast.stmt) -> bool:
 
 
 def _edits(branch: ast.If, moved: Sequence[ast.stmt], reading: Reading) -> list[Edit]:
-    layout, block = reading.layout, reading.blocks.block_of(branch)
-    chunks = [layout.chunk(one, block, reading.blocks.header_of(branch)) for one in moved]
+    layout, chunks = reading.layout, reading.chunks(moved)
     sides = [branch.body[0], *branch.orelse[:1]]
     own = layout.own_lines(branch)
     is_apart = all(layout.own_lines(one) is not None and one.lineno > branch.lineno for one in sides)
     other_is_plain = not branch.orelse or not _is_elif(branch.orelse[0], reading)
-    lines = [chunk for chunk in chunks if chunk is not None]
-    if own is None or not is_apart or not other_is_plain or len(lines) != len(chunks):
+    if own is None or not is_apart or not other_is_plain or chunks is None:
         return []
     margin, newline, inner = layout.margin(branch), layout.newline, layout.margin(sides[0])
-    edits = [layout.removed(chunk) for chunk in lines]
+    edits = list(map(layout.removed, chunks))
     for first in sides:
-        below = layout.chunk(first, reading.blocks.block_of(first), reading.blocks.header_of(first))
-        here = layout.whole(below or Lines(first.lineno, first.lineno))[0]
-        text = [line for chunk in lines for line in layout.moved(chunk, margin, layout.margin(first))]
+        here = layout.whole(reading.chunk(first) or Lines(first.lineno, first.lineno))[0]
+        text = [line for chunk in chunks for line in layout.moved(chunk, margin, layout.margin(first))]
         edits.append(layout.inserted(here, text))
     if not branch.orelse:
         end = layout.span(Lines(branch.lineno, layout.last_line(branch)))[1]
-        text = [f"{margin}else:", *(line for chunk in lines for line in layout.moved(chunk, margin, inner))]
+        text = [f"{margin}else:", *(line for chunk in chunks for line in layout.moved(chunk, margin, inner))]
         edits.append(Edit(end, end, "".join(newline + line for line in text)))
     return edits
 

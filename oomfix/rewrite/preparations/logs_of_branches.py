@@ -142,7 +142,7 @@ class _Branches:
         """The edits that move an `if` which only logs behind a statement around it; none where lines are shared."""
         layout, blocks = self._reading.layout, self._reading.blocks
         block, own = blocks.block_of(condition), layout.own_lines(place)
-        chunk = layout.chunk(condition, block, blocks.header_of(condition))
+        chunk = self._reading.chunk(condition)
         if own is None or chunk is None or len(block) == 1:
             return []
         lines = layout.moved(chunk, layout.margin(condition), layout.margin(place))
@@ -269,24 +269,22 @@ class _Writing:
         """The edits; none where lines are shared."""
         layout = self.reading.layout
         margin, own = layout.margin(self.place), layout.own_lines(self.place)
-        chunks = [[self._chunk(one, way.body) for one in way.logged] for way in self.ways]
-        if own is None or any(chunk is None for of_way in chunks for chunk in of_way):
+        chunks = [self.reading.chunks(way.logged) for way in self.ways]
+        if own is None:
             return []
         inner = margin + layout.margin(self.condition.body[0]).removeprefix(layout.margin(self.condition))
         lines, found = [], list[Edit]()
         for header, way, of_way in zip(self._headers(), self.ways, chunks, strict=True):
-            known = [chunk for chunk in of_way if chunk is not None]
+            if of_way is None:
+                return []
             if header is not None:
                 lines.append(f"{margin}{header}:")
-                lines += [] if known else [f"{inner}pass"]
-            for chunk in known:
+                lines += [] if of_way else [f"{inner}pass"]
+            for chunk in of_way:
                 lines += layout.moved(chunk, layout.margin(way.body[0]), inner)
-            found += self._removals(way, known)
+            found += self._removals(way, of_way)
         behind = layout.whole(Lines(own.first, layout.last_line(self.place)))[1]
         return [*found, layout.inserted(behind, lines)]
-
-    def _chunk(self, statement: ast.stmt, body: list[ast.stmt]) -> Lines | None:
-        return self.reading.layout.chunk(statement, body, self.reading.blocks.header_of(statement))
 
     def _headers(self) -> list[str | None]:
         """The first lines of the ways of the new `if`; None for those that it has no need of."""

@@ -278,7 +278,7 @@ def _is_there_again(node: ast.expr) -> bool:
 
 def _edits(reading: Reading, loop: _Loop, values: Sequence[str], header: str, kept: str) -> list[Edit]:
     layout = reading.layout
-    chunks = _chunks(reading, loop)
+    chunks = reading.chunks(loop.logged)
     if chunks is None or layout.own_lines(loop.outer) is None:
         return []
     margin, inner = layout.margin(loop.outer), layout.margin(loop.node.body[0])
@@ -291,15 +291,6 @@ def _edits(reading: Reading, loop: _Loop, values: Sequence[str], header: str, ke
     ahead = definitely_bound(loop.node.body[: loop.node.body.index(loop.logged[0])])
     here = chunks.pop(0 if set(values) <= ahead | names_bound_by_target(loop.node.target) else -1)
     edits.append(Edit(*layout.span(here), f"{inner}{kept}.append({value})"))
-    edits += [layout.removed(chunk) for chunk in chunks]
+    edits += map(layout.removed, chunks)
     behind = layout.whole(Lines(loop.outer.lineno, layout.last_line(loop.outer)))[1]
     return [*edits, layout.inserted(behind, logs)]
-
-
-def _chunks(reading: Reading, loop: _Loop) -> list[Lines] | None:
-    """The lines of what is logged, with the comments above; None where it shares them."""
-    layout, body = reading.layout, loop.node.body
-    header = reading.blocks.header_of(body[0])
-    chunks = [layout.chunk(statement, body, header) for statement in loop.logged]
-    found = [chunk for chunk in chunks if chunk is not None]
-    return found if len(found) == len(chunks) else None

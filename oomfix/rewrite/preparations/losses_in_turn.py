@@ -47,14 +47,12 @@ def compute_in_turn(reading: Reading, manager: str) -> list[Edit]:
 def _edits(reading: Reading, block: list[ast.stmt], turns: Turns) -> Iterator[Edit]:
     layout = reading.layout
     for end, moved in turns.of(block):
-        header = reading.blocks.header_of(block[0])
-        chunks = [layout.chunk(block[index], block, header) for index in moved]
-        own = layout.own_lines(block[end])
-        if own is None or any(chunk is None for chunk in chunks):
+        chunks, own = reading.chunks([block[index] for index in moved]), layout.own_lines(block[end])
+        if own is None or chunks is None:
             continue
         margin = layout.margin(block[end])
-        lines = [line for chunk in chunks if chunk is not None for line in layout.moved(chunk, margin, margin)]
-        yield from (layout.removed(chunk) for chunk in chunks if chunk is not None)
+        lines = [line for chunk in chunks for line in layout.moved(chunk, margin, margin)]
+        yield from map(layout.removed, chunks)
         yield layout.inserted(layout.whole(own)[1], lines)
 
 

@@ -38,7 +38,7 @@ def _parted(block: list[ast.stmt], reading: Reading, manager: str) -> Iterator[E
             continue
         assert isinstance(statement, ast.With)
         place = _end_of_shared(statement, later, reading)
-        first = None if place is None else reading.layout.chunk(statement.body[place], statement.body, statement.lineno)
+        first = None if place is None else reading.chunk(statement.body[place])
         if first is not None and reading.layout.own_lines(statement) is not None:
             context = reading.source.segment(statement.items[0].context_expr)
             header = f"{reading.layout.margin(statement)}with {context}:"

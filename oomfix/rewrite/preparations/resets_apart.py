@@ -79,7 +79,7 @@ def _moved_ahead(reset: ast.Expr, reading: Reading) -> list[Edit]:
     """The edits that put a reset, with its comments, ahead of the block it stands in."""
     layout, block = reading.layout, next(reading.blocks.ancestors(reset))
     assert isinstance(block, ast.With)
-    lines, own = layout.chunk(reset, block.body, block.lineno), layout.own_lines(block)
+    lines, own = reading.chunk(reset), layout.own_lines(block)
     if lines is None or own is None or len(block.body) == 1:
         return []
     place = layout.whole(own)[0]

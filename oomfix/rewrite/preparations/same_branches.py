@@ -101,11 +101,11 @@ def _body_of(branch: ast.If, reading: Reading) -> Edit | None:
     own = layout.own_lines(branch)
     if own is None or not _may_go(branch, reading.blocks):
         return None
-    chunks = [layout.chunk(statement, branch.body, branch.lineno) for statement in branch.body]
-    if any(chunk is None for chunk in chunks) or branch.body[0].lineno == branch.lineno:
+    chunks = reading.chunks(branch.body)
+    if chunks is None or branch.body[0].lineno == branch.lineno:
         return None
     inner, margin = layout.margin(branch.body[0]), layout.margin(branch)
-    lines = layout.moved(Lines(_first_of(chunks), _last_of(chunks)), inner, margin)
+    lines = layout.moved(Lines(chunks[0].first, chunks[-1].last), inner, margin)
     return Edit(*layout.span(own), layout.newline.join(lines))
 
 
@@ -142,11 +142,3 @@ def _hoisted(branch: ast.If, reading: Reading, manager: str) -> list[Edit]:
     loss = losses[0] if losses[0] == losses[1] else f"{losses[0]} if {test} else {losses[1]}"
     start = layout.source.line_starts[branch.lineno - 1]
     return [layout.inserted(start, [f"{layout.margin(branch)}{manager}.backward({loss})"]), *edits]
-
-
-def _first_of(chunks: list[Lines | None]) -> int:
-    return min(chunk.first for chunk in chunks if chunk is not None)
-
-
-def _last_of(chunks: list[Lines | None]) -> int:
-    return max(chunk.last for chunk in chunks if chunk is not None)
