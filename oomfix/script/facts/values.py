@@ -108,6 +108,10 @@ class Value(NamedTuple):
         """The same value with another graph state (and origins)."""
         return self._replace(graph=graph, origins=self.origins if origins is None else origins, entries=(), rows=())
 
+    def perhaps(self) -> Value:
+        """The same value, whose graph, if it has any, is not certain."""
+        return self.with_graph(min(self.graph, Graph.MAYBE))
+
 
 class Given(NamedTuple):
     """What a call is given, evaluated.

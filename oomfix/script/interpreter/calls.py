@@ -72,7 +72,7 @@ class Calls(Externals):
         value = self.evaluate(argument)
         if value.kind is not Kind.UNKNOWN or value.graph or not isinstance(argument, ast.Name):
             return value
-        held = combine([flatten(binding.value) for binding in self.state.names.attributes(argument.id)])
+        held = combine([binding.value for binding in self.state.names.attributes(argument.id)])
         return value.with_graph(Graph.MAYBE, held.origins) if held.graph else value
 
     def _call_value(
@@ -293,16 +293,14 @@ class Calls(Externals):
         if name == "sample":  # of a distribution: torch's own draw without a graph
             if receiver.ref == torch_facts.DISTRIBUTION:
                 return PLAIN_TENSOR
-            return content.with_graph(min(content.graph, Graph.MAYBE))
+            return content.perhaps()
         if name.startswith("get_"):  # no method of a tensor: `loss.get_value()` of an object for losses may be a number
-            return content.with_graph(min(content.graph, Graph.MAYBE))
+            return content.perhaps()
         if not name.endswith("_"):
             computed = self.computed(content)
             if name not in SAME_MODULE:
                 content = computed
-            elif (
-                computed is not content
-            ):  # `loss.cpu()` has no graph, or is the tensor itself, which lies there already
+            elif computed is not content:  # `loss.cpu()` has no graph, or is the tensor, which lies there already
                 content = content.with_graph(Graph.MAYBE)
         if name in torch_facts.INDEX_REDUCTIONS:
             return self._values_and_indices(content, 1 + len(values))

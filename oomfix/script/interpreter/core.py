@@ -305,7 +305,7 @@ class Core(ABC):
         networks = []
         if content.kind is Kind.MODULE:
             networks = [target for target in targets if self._is_network(target, content)] or targets[:1]
-        perhaps = single.with_graph(min(single.graph, Graph.MAYBE))
+        perhaps = single.perhaps()
         for target in targets:
             one = perhaps if self._is_perhaps_a_number(path_of(target) or "") else single
             self.assign(target, content if target in networks else one, statement, loops)

@@ -98,7 +98,7 @@ class Expressions(Calls):
                 return value
             if value.kind is Kind.CONTAINER:
                 bound = [entry for entry in bound if entry.kind is Kind.TENSOR]  # not `log["loss"]`, a list of its own
-            entries = combine([flatten(entry) for entry in bound])
+            entries = combine(bound)
             if entries.graph:  # one of its entries was assigned a graph; which one is asked for is not known
                 return value.with_graph(value.graph or Graph.MAYBE, value.origins | entries.origins)
         return value

@@ -79,7 +79,7 @@ class Externals(Methods):
         if torch_facts.has_no_weights(name) or without_weights:
             return Value(Kind.LOSS)  # as of a criterion, what it gives carries no graph but that of what goes in
         if name.startswith("numpy."):
-            content = combine([flatten(value) for value in values])
+            content = combine(values)
             self.trace.read_by_numpy |= content.origins
             if content.graph and self.is_made_to_be_backpropagated():
                 return content.with_graph(Graph.MAYBE)  # an array of tensors, summed up
@@ -271,7 +271,7 @@ class Externals(Methods):
                 return Value(Kind.CONTAINER, mapped.graph, mapped.origins, divisors=mapped.divisors)
             return self._passed(name, values)
         if name in torch_facts.REDUCING_BUILTINS:
-            return combine([flatten(value) for value in values])._replace(divisors=divided_alike(values))
+            return combine(values)._replace(divisors=divided_alike(values))
         if name == "getattr" and len(values) > 2 and {values[0].kind, values[2].kind} == {Kind.MODULE}:
             return values[2]
         if name == "getattr" and len(node.args) > 1:

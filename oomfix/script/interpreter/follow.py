@@ -219,7 +219,7 @@ class Follower(Flow):
         """Where the graphs come from that attributes hold which were bound since, but for those with such names."""
         slots = [key for key in self.bound[earlier:] if isinstance(key, tuple) and not but(key[-1])]
         held = [self.state.attributes.get(slot) for slot in slots]
-        return combine([flatten(binding.value) for binding in held if binding is not None]).origins
+        return combine([binding.value for binding in held if binding is not None]).origins
 
     def _left_on_arguments(self, frame: Frame, earlier: int) -> frozenset[int]:
         """As `_left_on_objects`, of those that a call out of sight gives: `trainer.loss += penalty`."""
@@ -228,7 +228,7 @@ class Follower(Flow):
         parameters = {one.arg for one in named_parameters(given)}
         paths = (key for key in self.bound[earlier:] if isinstance(key, str) and key.partition(".")[0] in parameters)
         held = [frame.state.names.get(path) for path in paths if "." in path]
-        return combine([flatten(binding.value) for binding in held if binding is not None]).origins
+        return combine([binding.value for binding in held if binding is not None]).origins
 
     def _enter_step(self, function: Function, owner: Class) -> None:
         """A framework calls the step for every batch and runs the backward of what it returns."""
@@ -365,7 +365,7 @@ class Follower(Flow):
         if frame.yields:
             if all(value.items is not None for value in frame.yields):
                 return Value(Kind.SEQUENCE, items=(frame.yields[0],))
-            content = combine([flatten(value) for value in frame.yields])
+            content = combine(frame.yields)
             return Value(Kind.CONTAINER, content.graph, content.origins)
         values = frame.returns
         if len(values) > 1 and values[-1].constant is None:

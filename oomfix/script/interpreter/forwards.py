@@ -213,5 +213,5 @@ def _with_structure(returned: Value, whole: Value) -> Value:
     if returned.kind is Kind.NUMBER or (returned.kind is Kind.TENSOR and returned.graph is Graph.NO):
         return returned
     if returned.kind in (Kind.UNKNOWN, Kind.CONTAINER) and not returned.graph:
-        return whole.with_graph(min(whole.graph, Graph.MAYBE))
+        return whole.perhaps()
     return whole._replace(is_tensor=returned.is_tensor or returned.kind is Kind.TENSOR)

@@ -74,10 +74,10 @@ class Methods(Unseen):
         direct = part or (runs and bool(given.all) and not _evaluates_itself(receiver))
         result = self._run_method(node, receiver, name, path, given, direct)
         if not part and isinstance(self.statement, ast.Assign) and isinstance(self.statement.targets[0], ast.Tuple):
-            return result.with_graph(min(result.graph, Graph.MAYBE))  # `loss, tags, lengths = net.forward_all(x)`
+            return result.perhaps()  # `loss, tags, lengths = net.forward_all(x)`
         if part or looks_like_forward(name):
             return result
-        return self._as_hinted(path, result) or result.with_graph(min(result.graph, Graph.MAYBE))
+        return self._as_hinted(path, result) or result.perhaps()
 
     def _without_a_forward(
         self, node: ast.Call, name: str, path: str | None, given: Given, content: Value

@@ -263,7 +263,7 @@ class Statements(Expressions):
         if isinstance(node.op, ast.Add | ast.Sub) and known and not entry_of_array:
             if old.kind is Kind.CONTAINER and value.kind is Kind.TENSOR:
                 # `tags += net(x)`: a list takes what is in it, of a network that gives lists, since tensors are added
-                value = value.with_graph(min(value.graph, Graph.MAYBE))
+                value = value.perhaps()
             manner: Manner = "store" if value.kind in (Kind.SEQUENCE, Kind.CONTAINER) else "add"
             kept = self.keep(node.target, path or ast.unparse(node.target), node.value, value, manner, loops)
         result = combine([old, value])
