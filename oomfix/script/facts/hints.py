@@ -311,42 +311,52 @@ def scoped(path: str, scope: Scope) -> tuple[Scope, str]:
 
 
 def _read_call(node: ast.Call, scope: Scope, hints: Hints) -> None:
-    called = path_of_each(node.func)
-    if called is not None:
-        hints.called.add(called)
-        if node.args and all(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in node.args):
-            hints.asked_by_name.add(called)
-        if last_of(called) in _CALLING and node.args and (handed := path_of(node.args[0])) is not None:
-            hints.called.add(handed)
-        if last_of(called) in _DISTRIBUTED and node.args and (wrapped := path_of(node.args[0])) is not None:
-            hints.distributed.add(wrapped)
-        if node.args and kind_of_call(called) is Kind.OPTIMIZER:
-            _read_optimized(node.args[0], hints)
-        if called == "isinstance" and len(node.args) == 2 and _are_optimizers(node.args[1]):
-            hints.optimizers.add(path_of(node.args[0]) or "")
-        if looks_like_scaler(called) and not last_of(called)[:1].isupper() and len(node.args) > 1:
-            _note_backwarded(additive_terms(node.args[0]), scope, node.lineno, hints)
-    if not isinstance(node.func, ast.Attribute):
-        return
-    method = node.func.attr
+    if (called := path_of_each(node.func)) is not None:
+        _read_called(called, node, scope, hints)
+    if isinstance(node.func, ast.Attribute):
+        _read_method(node.func, node, scope, hints)
+
+
+def _read_called(called: str, node: ast.Call, scope: Scope, hints: Hints) -> None:
+    """What a call says by the path that is called, and what that is given."""
+    hints.called.add(called)
+    if node.args and all(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in node.args):
+        hints.asked_by_name.add(called)
+    if last_of(called) in _CALLING and node.args and (handed := path_of(node.args[0])) is not None:
+        hints.called.add(handed)
+    if last_of(called) in _DISTRIBUTED and node.args and (wrapped := path_of(node.args[0])) is not None:
+        hints.distributed.add(wrapped)
+    if node.args and kind_of_call(called) is Kind.OPTIMIZER:
+        _read_optimized(node.args[0], hints)
+    if called == "isinstance" and len(node.args) == 2 and _are_optimizers(node.args[1]):
+        hints.optimizers.add(path_of(node.args[0]) or "")
+    if looks_like_scaler(called) and not last_of(called)[:1].isupper() and len(node.args) > 1:
+        _note_backwarded(additive_terms(node.args[0]), scope, node.lineno, hints)
+
+
+def _read_method(function: ast.Attribute, node: ast.Call, scope: Scope, hints: Hints) -> None:
+    """What a call of a method says of the object that it belongs to."""
+    method = function.attr
     asked_as_module = method in _MODULE_METHODS and not evaluates_what_it_is_given(node)
-    receiver = path_of_each(without_moves(node.func.value) if method in _MODULE_METHODS else node.func.value)
+    receiver = path_of_each(without_moves(function.value) if method in _MODULE_METHODS else function.value)
     if method == "requires_grad_" and not _is_false(only_argument(node)):
         hints.thaws = True
         if receiver is not None:
             hints.thawed.add(receiver)
             hints.leaves.add(receiver)
     if method in ("backward", "manual_backward"):
-        root = node.args[0] if node.args and not _is_tensor_backward(node) else node.func.value
+        root = node.args[0] if node.args and not _is_tensor_backward(node) else function.value
         _note_backwarded(additive_terms(root), scope, node.lineno, hints)
         hints.terms.update(_terms_of_sum(root, scope))
-    elif receiver is not None and method == "__call__":
+    elif receiver is None:
+        return
+    elif method == "__call__":
         hints.called.add(receiver)
-    elif receiver is not None and (asked_as_module or (method in _OF_RECURRENT and receiver != "self")):
+    elif asked_as_module or (method in _OF_RECURRENT and receiver != "self"):
         hints.modules.add(receiver)
-    elif receiver is not None and method == "load_state_dict":
+    elif method == "load_state_dict":
         hints.filled.add(receiver)
-    elif receiver is not None and (method == "zero_grad" or (method in MOVES and not receiver.endswith("[*]"))):
+    elif method == "zero_grad" or (method in MOVES and not receiver.endswith("[*]")):
         hints.moved.add(receiver)  # of several, each of which is moved, all may be mere functions of what they hold
 
 
