@@ -152,6 +152,11 @@ class Hints:
         return moved or path in self.modules or each in self.modules
 
 
+_Assignment = tuple[Scope, ast.expr, ast.expr]
+"""The function that it stands in, its target and its value."""
+_Loop = ast.For | ast.comprehension
+
+
 def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     """Collect the evidence of a file from its nodes."""
     hints = Hints()
@@ -170,12 +175,10 @@ def read_hints(nodes: list[tuple[ast.AST, Scope]]) -> Hints:
     return hints
 
 
-def _read_nodes(
-    nodes: list[tuple[ast.AST, Scope]], hints: Hints
-) -> tuple[list[tuple[Scope, ast.expr, ast.expr]], list[ast.For | ast.comprehension]]:
-    """Note what each node says for itself; what is assigned, with its target and function, and the loops."""
-    assignments: list[tuple[Scope, ast.expr, ast.expr]] = []
-    loops: list[ast.For | ast.comprehension] = []
+def _read_nodes(nodes: list[tuple[ast.AST, Scope]], hints: Hints) -> tuple[list[_Assignment], list[_Loop]]:
+    """Note what each node says for itself; the assignments and the loops among them."""
+    assignments: list[_Assignment] = []
+    loops: list[_Loop] = []
     labelled: set[str] = set()
     for node, scope in nodes:
         # in the order of how many there are: every node of a file is asked
@@ -269,11 +272,7 @@ def _called_by_another_name(target: ast.expr, value: ast.expr, hints: Hints) -> 
         yield from (side.id for side in sides if isinstance(side, ast.Name))
 
 
-def _gone_through(
-    loops: list[ast.For | ast.comprehension],
-    assignments: list[tuple[Scope, ast.expr, ast.expr]],
-    hints: Hints,
-) -> set[str | None]:
+def _gone_through(loops: list[_Loop], assignments: list[_Assignment], hints: Hints) -> set[str | None]:
     """What stands in the lists whose elements are networks: `for net in [encoder, head]: net.train()`."""
     over_networks = [loop.iter for loop in loops if path_of(loop.target) in hints.modules]
     names = {path for node in over_networks if (path := path_of(node)) is not None}
@@ -282,7 +281,7 @@ def _gone_through(
     return {path_of(element) for node in lists for element in node.elts}
 
 
-def _entries_gone_through(loops: list[ast.For | ast.comprehension], hints: Hints) -> Iterator[str]:
+def _entries_gone_through(loops: list[_Loop], hints: Hints) -> Iterator[str]:
     """`self.heads[*]`, where `for name, head in self.heads.items()` goes over what is a network."""
     for loop in loops:
         match loop.iter, loop.target:
@@ -444,7 +443,7 @@ def _is_tensor_backward(node: ast.Call) -> bool:
     return receiver is not None and looks_like_loss(receiver)
 
 
-def _spread(assignments: list[tuple[Scope, ast.expr, ast.expr]], hints: Hints) -> None:
+def _spread(assignments: list[_Assignment], hints: Hints) -> None:
     """Follow backpropagated names to the terms they are summed from and to the helpers that returned them."""
     for _ in range(3):
         before = len(hints.backwarded)
