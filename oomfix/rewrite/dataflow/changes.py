@@ -51,7 +51,7 @@ def changed_paths(statement: ast.stmt, *, but_for_gradients: bool = False) -> se
     """
     found: set[str] = set()
     for node in nodes_of_scope(statement):
-        if but_for_gradients and isinstance(node, ast.Expr) and _is_reset(node.value):
+        if but_for_gradients and isinstance(node, ast.Expr) and called_name(node.value) == "zero_grad":
             continue
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             found.add(object_changed(node))
@@ -72,10 +72,6 @@ def changed_paths(statement: ast.stmt, *, but_for_gradients: bool = False) -> se
         elif isinstance(node, ast.Delete):
             found |= {object_changed(target) for target in node.targets if not isinstance(target, ast.Name)}
     return _with_holders(found, statement) - {""} - _LIBRARIES
-
-
-def _is_reset(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and last_name(value) == "zero_grad"
 
 
 def _with_holders(changed: set[str], statement: ast.stmt) -> set[str]:

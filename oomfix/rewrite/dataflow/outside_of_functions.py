@@ -32,7 +32,7 @@ class OutsideOfFunctions:
 
     def read(self, statement: ast.stmt, scope: Scope) -> set[str]:
         """The paths that functions read which a statement calls, where those mean the same in a scope."""
-        return self._all(statement, scope, self._read, _read_in)
+        return self._all(statement, scope, self._read, paths_read)
 
     def given_to_parts(self, statement: ast.stmt) -> set[str]:
         """The attributes that functions set which a statement calls, on what their own object or another one holds.
@@ -48,23 +48,19 @@ class OutsideOfFunctions:
         statement: ast.stmt,
         scope: Scope,
         known: dict[FunctionNode, set[str]],
-        paths_in: Callable[[FunctionNode], set[str]],
+        paths_in: Callable[..., set[str]],
     ) -> set[str]:
         found: set[str] = set()
         for function in self._functions.run_by(statement):
             if function not in known:
                 own = _own_names(function)
-                known[function] = {path for path in paths_in(function) if root_of(path) not in own}
+                known[function] = {path for path in paths_in(*function.body) if root_of(path) not in own}
             found |= {path for path in known[function] if _means_the_same(root_of(path), function, scope)}
         return found
 
 
-def _changed_in(function: FunctionNode) -> set[str]:
-    return {path for one in function.body for path in changed_paths(one) | names_bound(one)}
-
-
-def _read_in(function: FunctionNode) -> set[str]:
-    return paths_read(*function.body)
+def _changed_in(*statements: ast.stmt) -> set[str]:
+    return {path for one in statements for path in changed_paths(one) | names_bound(one)}
 
 
 def _own_names(function: FunctionNode) -> set[str]:

@@ -163,7 +163,8 @@ class SharedParameters:
         """The paths that an expression takes parameters from, each with what that was made of."""
         if isinstance(node, ast.Dict):
             # of a group of parameters, its rate and the like say nothing
-            group = [value for key, value in zip(node.keys, node.values, strict=True) if _is_params(key)]
+            pairs = zip(node.keys, node.values, strict=True)
+            group = [value for key, value in pairs if isinstance(key, ast.Constant) and key.value == "params"]
             for value in group or node.values:
                 yield from self._networks_in(value, seen)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _OF_NETWORKS:
@@ -213,7 +214,3 @@ def _calls_that_give(value: ast.expr) -> Iterator[ast.Call]:
         yield from _calls_that_give(value.orelse)
     elif isinstance(value, ast.Call):
         yield value
-
-
-def _is_params(key: ast.expr | None) -> bool:
-    return isinstance(key, ast.Constant) and key.value == "params"

@@ -117,7 +117,7 @@ class ConstantTests:
             outside: the names that are read elsewhere.
         """
         bound = names_bound(*lift.lifted)
-        found = bound - outside - lift.site.bound_before - _bound_elsewhere(lift)
+        found = bound - outside - lift.site.bound_before - {node.id for node in _stores_elsewhere(lift)}
         loops = _Loops(lift.site.loops)
         return {name for name in found if self._is_own(name, lift, loops)}
 
@@ -213,10 +213,6 @@ def _given(call: ast.Call) -> Iterator[str | None]:
     if isinstance(call.func, ast.Attribute):
         yield path_of(call.func.value)
     yield from (path_of(argument) for argument in call.args)
-
-
-def _bound_elsewhere(lift: Lift) -> set[str]:
-    return {node.id for node in _stores_elsewhere(lift)}
 
 
 def _stores_elsewhere(lift: Lift) -> Iterator[ast.Name]:

@@ -276,12 +276,8 @@ def _calls(tokens: Sequence[_Token]) -> Iterator[_Pair]:
     """The pairs that are those of a call or subscript, not parentheses around a part of a sum."""
     for pair in _pairs(tokens):
         before = tokens[pair[0] - 1].text if pair[0] else ""
-        if before in _CLOSING or _is_name(before):
+        if before in _CLOSING or (before.isidentifier() and not iskeyword(before)):
             yield pair
-
-
-def _is_name(text: str) -> bool:
-    return text.isidentifier() and not iskeyword(text)
 
 
 def _pairs(tokens: Sequence[_Token]) -> list[_Pair]:

@@ -143,7 +143,8 @@ class _Uses:
         if (name, binding) in self._seen:
             return True
         self._seen.add((name, binding))
-        reads = [node for node in self._nodes if isinstance(node, ast.Name) and node.id == name and _is_load(node)]
+        named = (node for node in self._nodes if isinstance(node, ast.Name) and node.id == name)
+        reads = [node for node in named if isinstance(node.ctx, ast.Load)]
         if isinstance(binding, ast.Assign) and not self._is_read_next_round(name, binding):
             end = min((other.lineno for other in self._bound_again(name, binding)), default=None)
             reads = [node for node in reads if binding.lineno <= node.lineno <= (end or node.lineno)]
@@ -170,7 +171,3 @@ class _Uses:
                         bound = (part for target in statement.targets for part in unpacked(target))
                         if any(isinstance(part, ast.Name) and part.id == name for part in bound):
                             yield statement
-
-
-def _is_load(node: ast.Name) -> bool:
-    return isinstance(node.ctx, ast.Load)

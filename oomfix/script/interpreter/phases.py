@@ -30,13 +30,11 @@ def phases_written(loop: ast.For | ast.AsyncFor, source: Value) -> list[Phase]:
     """
     # a call gives one item for all that there are
     items = () if isinstance(loop.iter, ast.Call) else source.items or ()
-    if not 0 < len(items) <= _MOST or not all(_is_constant(item) or _is_told_apart(loop, item) for item in items):
+    if not 0 < len(items) <= _MOST:
+        return []
+    if not all(item.constant is not MISSING or _is_told_apart(loop, item) for item in items):
         return []
     return [Phase(loop.target, item) for item in items]
-
-
-def _is_constant(item: Value) -> bool:
-    return item.constant is not MISSING
 
 
 def _is_told_apart(loop: ast.For | ast.AsyncFor, item: Value) -> bool:
