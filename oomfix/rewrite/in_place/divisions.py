@@ -85,12 +85,12 @@ class Divisions:
         between = block[block.index(around) + 1 : block.index(runs)]
         scope = self._blocks.scope_of(runs)
         assert scope is not None
-        is_read = any(loss in names_read(statement) for statement in between)
+        is_read = loss in names_read(*between)
         is_read_later = loss in Liveness(scope, self._source.tree).after(runs)
         if isinstance(runs, ast.If | ast.With | ast.Try) and (is_read or is_read_later):
             raise CannotFold(f"the loss is divided in line {division.lineno}, for a backward inside of another block")
         computes = _computes(division, size)
-        if isinstance(computes, ast.Name) and not any(computes.id in names_bound(statement) for statement in between):
+        if isinstance(computes, ast.Name) and computes.id not in names_bound(*between):
             yield self._replaced(differentiated(event.node), computes, event.node)
             if not (is_read or is_read_later):
                 yield without(self._layout, division, self._blocks.block_of(division))

@@ -218,7 +218,7 @@ def _is_made_again(node: ast.Call, blocks: Blocks) -> bool:
     if loop is None:
         return False
     bound = names_bound(*loop.body)
-    return not any(names_read(argument) & bound for argument in node.args)
+    return not names_read(*node.args) & bound
 
 
 def _all_within(calls: Iterable[ast.Call], statements: Sequence[ast.stmt]) -> bool:

@@ -72,7 +72,7 @@ class _Logs:
         places: dict[ast.expr, int] = {}
         for name in sorted(names_read(statement) - names_bound(statement)):
             in_place = any(self._is_changed(name, block, other) for other in range(index + 1, end))
-            if not in_place and not any(name in names_bound(one) for one in behind):
+            if not in_place and name not in names_bound(*behind):
                 continue
             for node in _read(statement, name):
                 value = _number(node, statement) if in_place else node

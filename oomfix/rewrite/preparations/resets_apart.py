@@ -64,7 +64,7 @@ def _resets_in_autocast(reading: Reading) -> Iterator[ast.Expr]:
             if not isinstance(reset, ast.Expr) or not is_zero_grad(reset):
                 if leaves(reset) or reads_gradients(reset) or trains(reset):
                     break
-            elif not any(names_bound(one) & names_read(reset) for one in (*ahead, *block.items)):
+            elif not names_bound(*ahead, *block.items) & names_read(reset):
                 if not any(_stores(one) & paths_read(reset) for one in ahead):
                     yield reset
 

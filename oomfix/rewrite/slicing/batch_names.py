@@ -155,7 +155,7 @@ def _is_of_samples(name: str, site: Site) -> bool:
         columns = _of_all_rows(node)
         if columns is not node and isinstance(columns, ast.Name) and columns.id == name:
             return True
-        if isinstance(node, ast.Assign) and any(name in names_bound_by_target(target) for target in node.targets):
+        if isinstance(node, ast.Assign) and name in names_bound_by_target(*node.targets):
             value = _bound_to(name, node)
             if value is None and name == "t" and isinstance(node.value, ast.Call):
                 return True

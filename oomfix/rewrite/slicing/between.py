@@ -298,7 +298,7 @@ def _may_call(node: ast.AST) -> bool:
 
 def _is_for_nobody(statement: ast.stmt, behind: list[ast.stmt]) -> bool:
     """Whether a statement starts a name that the slice binds anew: `loss = 0.0` between encoder and decoder."""
-    return is_start(statement) and any(names_bound(statement) & names_bound(other) for other in behind)
+    return is_start(statement) and bool(names_bound(statement) & names_bound(*behind))
 
 
 def is_start(statement: ast.stmt) -> bool:

@@ -42,7 +42,7 @@ def bound_with_the_loss(lift: Lift) -> set[str]:
     if lift.site.branch is not None or len(binding) != 1 or not isinstance(binding[0], ast.If):
         return set()
     ways = _ways(binding[0])
-    with_loss = [definitely_bound(way) for way in ways if any(lift.loss in names_bound(one) for one in way)]
+    with_loss = [definitely_bound(way) for way in ways if lift.loss in names_bound(*way)]
     return set.intersection(*with_loss) if all(lift.loss in bound for bound in with_loss) else set()
 
 

@@ -80,7 +80,7 @@ def _test_in(block: Sequence[ast.stmt], name: str) -> ast.expr | None:
     if len(binding) > 1 or deletes:
         return None
     match binding[0]:
-        case ast.With(items=items, body=body) if not any(name in names_bound(item) for item in items):
+        case ast.With(items=items, body=body) if name not in names_bound(*items):
             return _test_in(body, name)
         case ast.If(test=test, body=body, orelse=orelse):
             if name in names_bound(test):
@@ -130,6 +130,6 @@ def _denied(test: ast.expr) -> ast.expr:
 
 def _says_the_same(test: ast.expr, since: Sequence[ast.stmt]) -> bool:
     """Whether a test asked again behind some statements costs nothing and has the same answer."""
-    if not all(isinstance(node, _PURE) for node in walk(test)) or any(names_read(test) & names_bound(s) for s in since):
+    if not all(isinstance(node, _PURE) for node in walk(test)) or names_read(test) & names_bound(*since):
         return False
     return not any(overlap(changed_paths(one), paths_read(test)) for one in since)

@@ -228,7 +228,7 @@ def _uses(name: str, node: ast.AST, tests: tuple[ast.expr, ...]) -> Iterator[_Us
         yield from _uses(name, node.test, tests)
         for inner in (*node.body, *node.orelse):
             yield from _uses(name, inner, (*tests, node.test))
-    elif isinstance(node, ast.With) and not any(name in names_bound(item) for item in node.items):
+    elif isinstance(node, ast.With) and name not in names_bound(*node.items):
         for part in (*(item.context_expr for item in node.items), *node.body):
             yield from _uses(name, part, tests)
     elif isinstance(node, (*_SIMPLE, ast.expr)):

@@ -52,7 +52,7 @@ def marked(site: Site, chosen: Sequence[int], runs_forward: Callable[[ast.AST], 
         known = sharing_memory(written, ahead)
         if not known <= _batch(site.iteration, ahead) or _may_be_kept(known, ahead):
             continue
-        if any(known & names_read(one) for one in passed) or not stays_the_same_ahead_of(statement, passed):
+        if known & names_read(*passed) or not stays_the_same_ahead_of(statement, passed):
             continue
         found.append(index)
     return found
@@ -116,5 +116,5 @@ def _receiver(value: ast.expr) -> ast.expr:
 def _may_be_kept(known: set[str], ahead: Sequence[ast.stmt]) -> bool:
     """Whether a tensor is given to something that may keep it for later: `net.condition_on(y)`."""
     calls = calls_in(*ahead)
-    giving = (call for call in calls if any(known & names_in(given) for given in arguments_of(call)))
+    giving = (call for call in calls if known & names_in(*arguments_of(call)))
     return any(root_of(path_of(call.func) or "") not in _KEEPING_NOTHING for call in giving)

@@ -31,7 +31,7 @@ def refilled(site: Site, chosen: Sequence[int], helpers: Helpers) -> list[int]:
         statement = site.block[index]
         name = _filled_by(statement) or _moved_by(statement, filled)
         passed = [site.block[other] for other in chosen[:place] if other not in found]
-        if name is None or any(name in names_bound(one) for one in passed):
+        if name is None or name in names_bound(*passed):
             continue
         read = names_read(*passed)
         body = site.block if site.iteration is None else site.iteration.body

@@ -23,7 +23,7 @@ def without_scaling(site: Site, chosen: list[int]) -> tuple[Site, list[int], lis
         return None
     *others, last = (site.block[index] for index in chosen)
     loss = named.id
-    if not any(loss in names_bound(statement) for statement in others) or _is_told_in_branch(site, loss):
+    if loss not in names_bound(*others) or _is_told_in_branch(site, loss):
         return None
     test = None
     statement = last

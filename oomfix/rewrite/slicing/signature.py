@@ -199,7 +199,7 @@ class Signature:
                     statement.body, set()
                 ):
                     return False
-                if name in names_read(statement.test) or any(name in names_read(child) for child in statement.orelse):
+                if name in names_read(statement.test) or name in names_read(*statement.orelse):
                     return False
                 tests.add(ast.unparse(statement.test))
                 tested |= names_read(statement.test)
@@ -277,7 +277,7 @@ class Signature:
             return False
         last = block.index(lift.lifted[0] if lift.lifted else lift.site.end)
         again = block[block.index(statement) + 1 : last]
-        if owner not in bound_by_iteration(lift) or any(names_bound(one) & {owner, *names} for one in again):
+        if owner not in bound_by_iteration(lift) or names_bound(*again) & {owner, *names}:
             return False
         calls = calls_in(*lift.lifted, lift.site.root)
         made = (call.args[0] for call in calls if last_name(call) in MADE_BY_SIZE and call.args)
@@ -386,5 +386,4 @@ def _reading_order(lift: Lift) -> list[str]:
 
 def _underscore_is_from_outside(scope: Scope) -> bool:
     """Whether a scope reads a `_` that something around it binds: bound here, it would be a name of the scope."""
-    read = any("_" in names_read(statement) for statement in scope.body)
-    return read and not any("_" in names_bound(statement) for statement in scope.body)
+    return "_" in names_read(*scope.body) and "_" not in names_bound(*scope.body)

@@ -86,7 +86,7 @@ def _read_only_under(test: ast.expr, name: str, statements: Sequence[ast.stmt]) 
             continue
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == asked:
             blocks = [statement.orelse]
-        elif isinstance(statement, ast.With) and not any(name in names_read(item) for item in statement.items):
+        elif isinstance(statement, ast.With) and name not in names_read(*statement.items):
             blocks = [statement.body]
         elif isinstance(statement, ast.If) and name not in names_read(statement.test):
             blocks = [statement.body, statement.orelse]

@@ -62,7 +62,7 @@ def _is_collected(call: ast.Call, blocks: Blocks) -> bool:
     for node in walk(loop):
         if isinstance(node, ast.Assign) and names_read(node.value) & derived:
             derived |= names_bound_by_target(*node.targets)
-    return any(names_read(value) & derived for value in _collected(loop))
+    return bool(names_read(*_collected(loop)) & derived)
 
 
 def _collected(loop: ast.For) -> Iterator[ast.expr]:

@@ -212,7 +212,7 @@ def _has_value(
         return False
     block = blocks.block_of(statement)
     bound = blocks.bound_before(statement) | definitely_bound(block[: block.index(statement)])
-    return root in bound or not any(root in names_bound(other) for other in scope.body)
+    return root in bound or root not in names_bound(*scope.body)
 
 
 def _bound_within(node: ast.AST) -> set[str]:
@@ -353,7 +353,7 @@ class _Models:
                     given = self._given(call, owner, root)
                     if given is not None and self._blocks.scope_of(call) is not None:
                         yield self.place(f"{given}.{rest}" if rest else given, call)
-            elif not any(root in names_bound(statement) for statement in owner.body):
+            elif root not in names_bound(*owner.body):
                 outer = self._blocks.scope_of(owner)
                 if outer is not None:
                     yield Place(outer, path)

@@ -85,7 +85,7 @@ class _Stages:
         block = self._blocks.block_of(first)
         between = block[block.index(first) + 1 : block.index(second)]
         held = names_bound(first)
-        if not any(held & names_read(statement) for statement in between):
+        if not held & names_read(*between):
             return None
         for statement in between:
             users = [node for node in nodes_of_scope(statement) if isinstance(node, ast.Name) and node.id in held]
