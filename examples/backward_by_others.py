@@ -26,7 +26,7 @@ def forward(x, y):
     return criterion(model(x), y)
 
 
-for step in range(6):
+for _ in range(6):
     x = torch.randn(16, 32, device=accelerator.device)
     y = torch.randint(0, 10, (16,), device=accelerator.device)
     with accelerator.accumulate(model):
