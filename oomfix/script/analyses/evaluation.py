@@ -104,7 +104,7 @@ def _is_evaluation(
         return not (forward.escaped and site.loop is None and _makes_a_loss(site.function))
     if _tries_itself_out(site) and not (site.loop is not None and _says_evaluation(site.loop)):
         return False
-    if site.within_evaluation and not forward.stored:
+    if site.within_evaluation and not forward.stored and not _may_be_tried_out(forward, trace):
         if forward.escaped and (
             _is_named_for_training_too(forward, trace) or may_be_asked_for_gradients(forward, trace)
         ):
@@ -183,6 +183,11 @@ def _is_named_for_training_too(forward: Forward, trace: Trace) -> bool:
         other.node is forward.node and other.origin in trace.backpropagated and named <= set(other.site.functions)
         for other in trace.forwards.values()
     )
+
+
+def _may_be_tried_out(forward: Forward, trace: Trace) -> bool:
+    """Whether one call, outside of all loops, runs what is trained under the name of an evaluation."""
+    return forward.site.loop is None and _is_named_for_training_too(forward, trace)
 
 
 def _is_in_training_branch(forward: Forward) -> bool:

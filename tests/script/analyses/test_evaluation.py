@@ -1676,3 +1676,34 @@ DERIVED = """
 def test_a_method_out_of_sight_may_differentiate_by_what_it_is_given_for_that(report, flag, method, lines):
     found = report(DERIVED.format(flag=flag, method=method))
     assert [line for code, line in found if code == "OOM201"] == lines
+
+
+TRIED_OUT = """
+    import torch
+
+    def sample_fake(size):
+        noise = torch.randn(size, 8).cuda()
+        return generator(noise)
+
+    {before}
+    for real in loader:
+        optimizer.zero_grad()
+        {loss}.backward()
+        optimizer.step()
+    {after}
+"""
+TRAINED_ON_SAMPLES = "critic(sample_fake(len(real))).mean()"
+
+
+@pytest.mark.parametrize(
+    ("before", "loss", "after", "lines"),
+    [
+        ("print(sample_fake(2).shape)", TRAINED_ON_SAMPLES, "pass", []),
+        ("print(sample_fake(2).shape)", "critic(real).mean()", "pass", [5]),
+        ("pass", TRAINED_ON_SAMPLES, "print(sample_fake(2).mean())", [5]),
+        ("for _ in range(3): print(sample_fake(2).mean())", TRAINED_ON_SAMPLES, "pass", [5]),
+    ],
+)
+def test_one_call_ahead_of_a_training_through_the_same_function_tries_it_out(report, before, loss, after, lines):
+    found = report(TRIED_OUT.format(before=before, loss=loss, after=after))
+    assert [line for code, line in found if code == "OOM201"] == lines
