@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Sequence, Set
 
 from oomfix.script.facts.definitions import Class, Function
 from oomfix.script.facts.leaves import leaves_of
+from oomfix.script.facts.named_like import looks_like_differentiating
 from oomfix.script.facts.trace import Backward, Forward, Trace
-from oomfix.script.syntax.names import path_of, root_of
+from oomfix.script.syntax.names import last_of, path_of, root_of
 from oomfix.script.syntax.nodes import arguments_of, walk
 
 _READING = frozenset("torch F nn np numpy plt ax axes print zip len".split())
@@ -29,9 +30,11 @@ def differentiates_its_inputs(forward: Forward, evaluated: Sequence[Forward]) ->
 
 
 def may_differentiate_its_inputs(forward: Forward, trace: Trace) -> bool:
-    """Whether a method out of sight is given a tensor whose gradients are asked for: `net.time_derivative(x)`."""
+    """Whether a method out of sight says so, `net.time_derivative(x)`, or is given what gradients are asked for."""
     if forward.direct or forward.code is not None:
         return False
+    if looks_like_differentiating(last_of(forward.path)):
+        return True
     function = forward.site.function
     return _is_given_one_of(forward, function.nodes if function is not None else trace.module_level)
 

@@ -48,7 +48,7 @@ _TRAINING_VERB = Pattern(
     r"(^|_)(learn|train|optimi[sz]e|fit|backward|finish|adapt|improve|fine_?tune|reinforce|update)(_|$)"
 )
 _DIFFERENTIATING = Pattern(
-    r"attack|perturb|adversar|deepfool|saliency|grad_?cam|(^|[._])(atk|pgd|fgsm|bim|cw)(_|$)|\.(attribute|explain)$",
+    r"attack|perturb|adversar|deepfool|saliency|grad_?cam|derivative|jacobian|hessian|(^|[._])(atk|pgd|fgsm|bim|cw)(_|$)|\.(attribute|explain)$",
     re.IGNORECASE,
 )
 _DETACHING = Pattern(r"detach|repackage|stop_?grad|truncate_?graph|(to|2|as)_?(np|numpy|ndarray)(_|$)", re.IGNORECASE)
@@ -259,7 +259,7 @@ def looks_like_training(name: str) -> bool:
 
 
 def looks_like_differentiating(path: str) -> bool:
-    """Whether a call out of sight is named like one that asks for gradients of inputs: attacks, saliency maps."""
+    """Whether a call out of sight is named like one that asks for gradients of inputs: attacks, derivatives."""
     return bool(_DIFFERENTIATING.search(path))
 
 

@@ -1668,8 +1668,9 @@ DERIVED = """
 @pytest.mark.parametrize(
     ("flag", "method", "lines"),
     [
-        ("requires_grad=True", "time_derivative(", []),
-        ("dtype=torch.float32", "time_derivative(", [11]),
+        ("requires_grad=True", "step_of(", []),
+        ("dtype=torch.float32", "step_of(", [11]),
+        ("dtype=torch.float32", "time_derivative(", []),
         ("requires_grad=True", "forward(", [11]),
     ],
 )
