@@ -12,11 +12,13 @@ from oomfix.script.syntax.patterns import Pattern
 _ABOUT_GRADIENTS = Pattern(
     r"zero|reset|clear|flush|clean|empt|none|initiali[sz]|updates? (the )?scale|scaler?\b.*(next|updat)|"
     r"normali[sz]e|(scale|divide|average|reduce|account).*(accum|step|batch)|grad\w*\b.*\b0\b|"
-    r"梯度.*(清|零|空|重置|初始)|(清|零|重置|初始).*梯度|勾配.*(ゼロ|初期|リセット)|기울기.*(0|초기)",
+    r"更新\s*(scaler|缩放)|梯度.*(清|零|空|重置|初始)|(清|零|重置|初始).*梯度|"
+    r"勾配.*(ゼロ|初期|リセット)|기울기.*(0|초기)",
     re.IGNORECASE,
 )
 _ABOUT_MORE = Pattern(
-    r"forward|backward|\bstep\b|optimi[sz]e\b|compute|train|传播|更新|优化|训练|计算|逆伝播|学習|역전파|학습",
+    r"forward|backward|\bstep\b|optimi[sz]e\b|compute|train|传播|更新(?!\s*(scaler|缩放))|优化|训练|计算|"
+    r"逆伝播|学習|역전파|학습",
     re.IGNORECASE,
 )
 

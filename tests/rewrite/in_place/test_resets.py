@@ -56,6 +56,33 @@ def test_what_speaks_of_a_removed_reset_goes_with_it_and_other_comments_stay(com
 """)
 
 
+@pytest.mark.parametrize("comment", ["update the scale", "更新缩放因子", "6. 更新 scaler 的系数"])
+def test_what_speaks_of_a_removed_update_of_a_scale_goes_with_it(comment):
+    loop = f"""\
+for x, y in loader:
+    with torch.autocast("cuda"):
+        loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+
+    # 更新参数
+    scaler.step(optimizer)
+
+    # {comment}
+    scaler.update()
+
+    print(loss.item())
+"""
+    text, _ = apply(f"scaler = torch.amp.GradScaler()\n{loop}")
+    assert text.endswith("""\
+
+    # 更新参数
+    memory.step(optimizer)
+
+    print(loss.item())
+""")
+
+
 @pytest.mark.parametrize(
     "body",
     [
