@@ -10,12 +10,12 @@ import ast
 import re
 from typing import NamedTuple
 
-from oomfix.rewrite.dataflow.blocks import Blocks
+from oomfix.rewrite.dataflow.blocks import Blocks, next_in_chain
 from oomfix.rewrite.dataflow.calls import called_name, only_calls
 from oomfix.rewrite.facts.reading import Reading
 from oomfix.rewrite.text.layout import Lines
 from oomfix.rewrite.text.removal import without
-from oomfix.script.syntax.edits import Edit
+from oomfix.script.syntax.edits import Edit, bounds
 from oomfix.script.syntax.names import last_of, path_of
 from oomfix.script.syntax.nodes import walk
 from oomfix.script.syntax.patterns import Pattern
@@ -49,8 +49,10 @@ def merge_branches(reading: Reading, manager: str) -> MergedBranches:
         merged = _merged(branch, reading, manager)
         found = [merged] if merged is not None else _hoisted(branch, reading, manager)
         if found:
-            edits += found
             flags.add(ast.dump(branch.test))
+        found = found or _asked_in_any_case(branch, reading)
+        if found:
+            edits += found
             other = {id(node) for node in walk(*branch.orelse)}
             gone |= {number for number, call in enumerate(backwards) if id(call) in other}
     for node in reading.script.imports.nodes.of(ast.If) if flags else ():
@@ -86,8 +88,31 @@ def _merged(branch: ast.If, reading: Reading, manager: str) -> Edit | None:
     return _body_of(branch, reading)
 
 
+def _asked_in_any_case(branch: ast.If, reading: Reading) -> list[Edit]:
+    """The edits that ask `if closes:` once, in the place of `if amp and closes: ... elif closes: ...`."""
+    other, layout = next_in_chain(branch), reading.layout
+    if (
+        other is None
+        or other.orelse
+        or not isinstance(branch.test, ast.BoolOp)
+        or not isinstance(branch.test.op, ast.And)
+    ):
+        return []
+    asked, bodies = ast.dump(other.test), [[ast.dump(one) for one in side.body] for side in (branch, other)]
+    flags = [one for one in branch.test.values if ast.dump(one) != asked]
+    if bodies[0] != bodies[1] or len(flags) != len(branch.test.values) - 1 or not all(map(_asks_for_scaling, flags)):
+        return []
+    lines = layout.own_lines(other)
+    if lines is None or not _may_go(branch, reading.blocks):
+        return []
+    test = Edit(*bounds(layout.source, branch.test), layout.source.segment(other.test))
+    return [test, Edit(*layout.whole(lines), "")]
+
+
 def _asks_for_scaling(test: ast.expr) -> bool:
     """`args.amp`, `scaler is not None`, `scaler.is_enabled()`, and nothing besides."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        test = test.operand
     if isinstance(test, ast.Compare):
         test = test.left
     elif isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and called_name(test) == "is_enabled":

@@ -161,6 +161,54 @@ for x, y in loader:
 """
 
 
+IN_CHAIN = """\
+scaler = torch.amp.GradScaler("cuda") if args.amp else None
+for i, (x, y) in enumerate(loader):
+    with torch.autocast("cuda", enabled=args.amp):
+        loss = F.cross_entropy(model(x), y) / 4
+    if scaler is not None:
+        scaler.scale(loss).backward()
+    else:
+        loss.backward()
+    if {amp} and i % 4 == 3:  # closes
+        # with a scale
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    elif {closes}:
+        # or without
+        optimizer.step()
+        {behind}
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("amp", ["scaler is not None", "not scaler is None", "args.amp"])
+def test_a_step_under_the_same_test_with_and_without_scaling_is_one(amp):
+    text, _ = apply(IN_CHAIN.format(amp=amp, closes="i % 4 == 3", behind="optimizer.zero_grad()"))
+    assert text.endswith("""\
+    loss = memory.forward_backward(forward, x, y)
+    if i % 4 == 3:  # closes
+        # with a scale
+        memory.step(optimizer)
+    print(loss.item())
+""")
+
+
+@pytest.mark.parametrize(
+    ("amp", "closes", "behind"),
+    [
+        ("scaler is not None", "i % 4 == 1", "optimizer.zero_grad()"),
+        ("scaler is not None", "i % 4 == 3", "print(i)"),
+        ("verbose", "i % 4 == 3", "optimizer.zero_grad()"),
+        ("scaler is not None", "i % 4 == 3", "optimizer.zero_grad()\n    else:\n        print(i)"),
+    ],
+)
+def test_steps_of_a_chain_that_differ_stay(amp, closes, behind):
+    text, _ = apply(IN_CHAIN.format(amp=amp, closes=closes, behind=behind))
+    assert f"    if {amp} and i % 4 == 3:  # closes\n" in text and f"    elif {closes}:\n" in text
+
+
 def test_backwards_that_both_branches_begin_with_run_ahead_of_them_so_that_the_batch_is_split():
     text, forms = apply(UNSEEN_AUTOCAST)
     assert forms == [("micro-batched", None)]
