@@ -26,7 +26,7 @@ from oomfix.script import Script
 from oomfix.script.facts.named_like import looks_like_optimizer
 from oomfix.script.facts.trace import Forward
 from oomfix.script.syntax.edits import Edit, bounds, line_start
-from oomfix.script.syntax.names import last_name, owner_of, path_of
+from oomfix.script.syntax.names import last_name, owner_of, path_of, root_of
 from oomfix.script.syntax.nodes import Nodes, arguments_of, children, walk
 from oomfix.script.syntax.parameters import names_of_parameters
 
@@ -127,9 +127,11 @@ def _is_among(places: set[Place], made: list[Made]) -> bool:
 
 
 def _is_part(part: Place, whole: Place) -> bool:
-    return part.owner is whole.owner and (
-        part.path == whole.path or part.path.startswith((f"{whole.path}.", f"{whole.path}["))
-    )
+    return part.owner is whole.owner and _goes_through(part.path, whole.path)
+
+
+def _goes_through(path: str, other: str) -> bool:
+    return path == other or path.startswith((f"{other}.", f"{other}["))
 
 
 def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks, functions: FunctionsCalled) -> list[ast.stmt]:
@@ -153,19 +155,19 @@ def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks, function
 
 
 def _may_make(path: str, statement: ast.stmt, functions: FunctionsCalled) -> bool:
-    """Whether a statement may bind what a path goes through, or a function that it runs an attribute of that name."""
-    if path.split(".")[0] in names_bound(statement):
+    """Whether a statement may bind what a path goes through, or a function that it runs an attribute or item of it."""
+    if root_of(path) in names_bound(statement):
         return True
     nodes = [*nodes_of_scope(statement), *(node for one in functions.run_by(statement) for node in walk(one))]
-    stored = (path_of(one) for one in nodes if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
-    return any(one is not None and f"{path}.".startswith(f"{one}.") for one in stored)
+    places = (one for one in nodes if isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store))
+    return any(stored is not None and _goes_through(path, stored) for stored in map(path_of, places))
 
 
 def _first_of_makers(statement: ast.stmt, place: Place, makers: set[ast.stmt], blocks: Blocks) -> ast.stmt:
     """The first of the statements in a row that make optimizers, so that those stay together."""
     block = blocks.block_of(statement)
     ahead = itertools.takewhile(
-        lambda other: other in makers and place.path.split(".")[0] not in names_bound(other),
+        lambda other: other in makers and root_of(place.path) not in names_bound(other),
         reversed(block[: block.index(statement)]),
     )
     return [statement, *ahead][-1]
@@ -204,7 +206,7 @@ def _has_value(
 
     The statement asks for it whenever it runs, or it is bound on every way there, or outside of the scope.
     """
-    root = path.split(".")[0]
+    root = root_of(path)
     inside = list(itertools.takewhile(lambda parent: parent is not statement, blocks.ancestors(call)))
     if root in names_read(call) and not any(isinstance(parent, _OWN_NAMES | ast.IfExp) for parent in inside):
         return True

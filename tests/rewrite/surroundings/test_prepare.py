@@ -175,6 +175,23 @@ def test_branches_that_make_an_attribute_of_an_object_prepare_it_each(makes, ahe
     assert prepared(textwrap.dedent(text)) == calls
 
 
+def test_branches_that_make_an_item_prepare_it_each():
+    text = """
+        nets = {}
+        if adam:
+            nets["a"] = Net()
+            opt = torch.optim.Adam(nets["a"].parameters())
+        else:
+            nets["a"] = Net()
+            opt = torch.optim.SGD(nets["a"].parameters())
+        train(nets["a"], loader, opt)
+    """
+    assert [after.split("(")[0] for _, after in prepared(LOOP + textwrap.dedent(text))] == [
+        "opt = torch.optim.Adam",
+        "opt = torch.optim.SGD",
+    ]
+
+
 def test_branches_that_make_the_model_are_each_preceded_ahead_of_their_own():
     text = """
         if resume:
