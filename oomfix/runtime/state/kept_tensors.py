@@ -49,5 +49,4 @@ def _contents(tensor: torch.Tensor, largest: int) -> bytearray | None:
         return None
     # no tensor: what is short is the device's memory, and a tensor on the CPU is what a simulated card counts
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    bytes_ = plain.view(-1).view(torch.uint8)
-    return bytearray(ctypes.string_at(bytes_.data_ptr(), bytes_.numel()))
+    return bytearray(ctypes.string_at(plain.data_ptr(), plain.nbytes))

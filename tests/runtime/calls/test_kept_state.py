@@ -267,7 +267,14 @@ def test_state_in_an_object_that_is_no_module_is_noticed_and_left_alone_by_the_c
     assert torch.equal(managed.model.weight.grad, plain.model.weight.grad)
 
 
-VIEWS = {"conjugate": lambda z: z.conj(), "negative": lambda z: z.conj().imag, "transposed": lambda z: z.t()}
+VIEWS = {
+    "conjugate": lambda z: z.conj(),
+    "negative": lambda z: z.conj().imag,
+    "transposed": lambda z: z.t(),
+    "one entry of a column": lambda z: z[:1, 1],  # in one piece, with the stride of a row
+    "a column of one row": lambda z: z.real[:1, 1:2],
+    "a scalar": lambda z: z[1, 2],
+}
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -376,3 +383,15 @@ def test_a_loose_parameter_first_used_between_calls_to_explore_keeps_its_earlier
     memory.forward_backward(forward, x)  # the third call: not one to explore
     assert not fails[0]
     assert torch.allclose(scale.grad, expected, rtol=1e-12)
+
+
+def test_a_forward_may_read_a_number_out_of_a_table():
+    """`scale = table[:1, 0]` is in one piece, with the stride of a row."""
+    model, memory = nn.Linear(6, 1), runtime.preset("16gb", micro_batches=2)
+    scale = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))[:1, 2]
+
+    def forward(x):
+        return (scale * model(x)).square().mean()
+
+    loss = memory.forward_backward(forward, X)
+    torch.testing.assert_close(loss, forward(X).detach())
