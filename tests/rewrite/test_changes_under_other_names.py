@@ -33,6 +33,7 @@ def script(changes):
         "row = out[0]\nrow.mul_(3)\nloss = F.cross_entropy(out, y)",
         "h = out.view(-1, 2)\nout.mul_(2)\nloss = F.cross_entropy(h, y)",
         "part = out.T[0]\nflat = part.data\nflat += 1\nloss = F.cross_entropy(out, y)",
+        "given = {'target': y}\ngiven['target'].data[0] = 1 - y[0]\nloss = F.cross_entropy(out, **given)",
     ],
 )
 def test_what_is_written_under_another_name_is_written_ahead_of_the_loss(changes):

@@ -9,7 +9,7 @@ from oomfix.rewrite.dataflow.calls import called_name, calls_in
 from oomfix.rewrite.dataflow.collectives import is_collective
 from oomfix.rewrite.dataflow.liveness import COMPREHENSIONS, names_bound_by_target, nodes_of_scope
 from oomfix.script.facts.named_like import looks_like_module
-from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.names import last_name, path_of, root_of
 from oomfix.script.syntax.nodes import arguments_of, walk
 from oomfix.script.syntax.patterns import Pattern
 
@@ -80,7 +80,7 @@ def _with_holders(changed: set[str], statement: ast.stmt) -> set[str]:
     rounds = [node for node in nodes_of_scope(statement) if isinstance(node, (ast.For, *COMPREHENSIONS))]
     for node in reversed(rounds):  # inner loops first
         for one in [node] if isinstance(node, ast.For) else reversed(node.generators):
-            if names_bound_by_target(one.target) & {path.split(".")[0] for path in found}:
+            if names_bound_by_target(one.target) & set(map(root_of, found)):
                 found |= _holders(one.iter)
     return found
 
@@ -143,9 +143,12 @@ def paths_read(*nodes: ast.AST) -> set[str]:
 
 def overlap(changed: set[str], read: set[str]) -> bool:
     """Whether a change of one of the paths may be seen by reading one of the others."""
-    return any(
-        one == other or other.startswith(f"{one}.") or one.startswith(f"{other}.") for one in changed for other in read
-    )
+    return any(is_within(one, other) or is_within(other, one) for one in changed for other in read)
+
+
+def is_within(part: str, whole: str) -> bool:
+    """Whether a path is that of an object, or leads on from it: `batch['y'].data` and `batch.y` for `batch`."""
+    return part == whole or part.startswith((f"{whole}.", f"{whole}["))
 
 
 def works_in_place(method: str) -> bool:

@@ -12,7 +12,7 @@ from oomfix.rewrite.dataflow.liveness import FunctionNode, names_bound, names_re
 from oomfix.rewrite.facts.lift import Site
 from oomfix.rewrite.slicing.batch_names import bound_anywhere
 from oomfix.rewrite.slicing.between import stays_the_same_ahead_of
-from oomfix.script.syntax.names import last_name
+from oomfix.script.syntax.names import last_name, root_of
 from oomfix.script.syntax.nodes import walk
 
 _MOVING = frozenset(
@@ -50,9 +50,7 @@ def taken_by_number(
             found.append(index)
             brought |= names_bound(statement)
     left = [site.block[index] for index in chosen if index not in found]
-    changed = {
-        name for one in left for name in (*names_bound(one), *(path.split(".")[0] for path in changed_paths(one)))
-    }
+    changed = {root_of(path) for one in left for path in changed_paths(one) | names_bound(one)}
     return [] if brought & changed else found
 
 
@@ -86,8 +84,8 @@ def filled_from_inside(tree: ast.Module) -> set[str]:
     found: set[str] = set()
     for function in walk(tree):
         if isinstance(function, ast.Lambda):
-            found |= {path.split(".")[0] for path in changed_paths(ast.Expr(function.body))}
+            found |= set(map(root_of, changed_paths(ast.Expr(function.body))))
         elif isinstance(function, FunctionNode):
-            changed = (path for statement in function.body for path in changed_paths(statement))
-            found |= {path.split(".")[0] for path in changed} - bound_anywhere(function)
+            changed = {root_of(path) for statement in function.body for path in changed_paths(statement)}
+            found |= changed - bound_anywhere(function)
     return found

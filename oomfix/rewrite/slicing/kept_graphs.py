@@ -19,7 +19,7 @@ from oomfix.rewrite.dataflow.liveness import (
     nodes_of_scope_body,
 )
 from oomfix.rewrite.facts.lift import CannotLift, Lift
-from oomfix.script.syntax.names import last_name
+from oomfix.script.syntax.names import last_name, root_of
 from oomfix.script.syntax.nodes import blocks, children, walk
 
 _WITHOUT_GRAPH = frozenset("item detach detach_ tolist numpy float int len print".split())
@@ -91,7 +91,7 @@ def _ways_on(statement: ast.stmt) -> Iterator[tuple[set[str], set[str]]]:
             if item.optional_vars is not None:
                 yield _read_with_graph(item.context_expr), names_bound_by_target(item.optional_vars)
     elif not _blocks_of(statement):
-        changed = {path.split(".")[0] for path in changed_paths(statement)}
+        changed = set(map(root_of, changed_paths(statement)))
         yield _read_with_graph(statement), names_bound(statement) | changed
 
 

@@ -41,7 +41,7 @@ from oomfix.rewrite.slicing.constant_tests import ConstantTests
 from oomfix.rewrite.slicing.own_closures import of_own_closures
 from oomfix.rewrite.slicing.plain_numbers import size_of
 from oomfix.rewrite.slicing.unsure_inputs import read_at_once, tests_of
-from oomfix.script.syntax.names import last_name
+from oomfix.script.syntax.names import last_name, root_of
 from oomfix.script.syntax.nodes import blocks, children, walk
 
 
@@ -292,7 +292,7 @@ class Signature:
 
 def _made_or_filled(statement: ast.stmt) -> set[str]:
     """`old` of `old = pool.query(fake)`, `label` of `label.fill_(1)`."""
-    return names_bound(statement) | {path.split(".")[0] for path in changed_paths(statement)}
+    return names_bound(statement).union(map(root_of, changed_paths(statement)))
 
 
 def _always_deleted(loop: Loop) -> set[str]:

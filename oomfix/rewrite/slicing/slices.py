@@ -45,7 +45,7 @@ from oomfix.rewrite.slicing.rescaling import without_scaling
 from oomfix.rewrite.slicing.rows_by_number import why_by_number
 from oomfix.rewrite.slicing.rows_in_turn import why_in_turn
 from oomfix.rewrite.slicing.signature import Signature
-from oomfix.script.syntax.names import last_name, path_of
+from oomfix.script.syntax.names import last_name, path_of, root_of
 from oomfix.script.syntax.nodes import children, is_remark, walk
 
 _RECORDING = ("enable_grad", "set_grad_enabled")
@@ -233,7 +233,7 @@ class Slicer:
     def _started_before(self, site: Site, chosen: list[int], chain: list[int]) -> int | None:
         """A statement that starts what the slice goes on with: `loss = 0`, `losses = []`."""
         statements = [site.block[index] for index in chosen]
-        changed = {path.split(".")[0] for statement in statements for path in self._helpers.changed_paths(statement)}
+        changed = {root_of(path) for statement in statements for path in self._helpers.changed_paths(statement)}
         bound = names_bound(*statements)
         wanted = changed | {name for name in bound if _read_before_bound(name, statements)}
         wanted -= definitely_bound(statements) - {n for n in bound if _read_before_bound(n, statements)}
@@ -353,7 +353,7 @@ def _changed_of_another(statement: ast.Expr, taken: dict[str, str]) -> str | Non
     call = statement.value
     if not isinstance(call, ast.Call) or last_name(call).endswith("_"):
         return None
-    changed = (path.split(".")[0] for path in changed_paths(statement))
+    changed = map(root_of, changed_paths(statement))
     return next((taken[name] for name in changed if name in taken), None)
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from oomfix.rewrite.dataflow.blocks import Blocks
-from oomfix.rewrite.dataflow.changes import paths_read
+from oomfix.rewrite.dataflow.changes import is_within, paths_read
 from oomfix.rewrite.dataflow.functions_called import FunctionsCalled
 from oomfix.rewrite.dataflow.liveness import (
     FunctionNode,
@@ -127,11 +127,7 @@ def _is_among(places: set[Place], made: list[Made]) -> bool:
 
 
 def _is_part(part: Place, whole: Place) -> bool:
-    return part.owner is whole.owner and _goes_through(part.path, whole.path)
-
-
-def _goes_through(path: str, other: str) -> bool:
-    return path == other or path.startswith((f"{other}.", f"{other}["))
+    return part.owner is whole.owner and is_within(part.path, whole.path)
 
 
 def _ahead_of(place: Place, statements: list[ast.stmt], blocks: Blocks, functions: FunctionsCalled) -> list[ast.stmt]:
@@ -160,7 +156,7 @@ def _may_make(path: str, statement: ast.stmt, functions: FunctionsCalled) -> boo
         return True
     nodes = [*nodes_of_scope(statement), *(node for one in functions.run_by(statement) for node in walk(one))]
     places = (one for one in nodes if isinstance(one, ast.Attribute | ast.Subscript) and isinstance(one.ctx, ast.Store))
-    return any(stored is not None and _goes_through(path, stored) for stored in map(path_of, places))
+    return any(stored is not None and is_within(path, stored) for stored in map(path_of, places))
 
 
 def _first_of_makers(statement: ast.stmt, place: Place, makers: set[ast.stmt], blocks: Blocks) -> ast.stmt:
