@@ -2,7 +2,7 @@
 
     python -m bench.apply.splittable
 
-Reads bench/apply/splittable.tsv, the loops of the blind sets 22a to 22d, 23b, 23c, 24a to 24d and 25a to 36a with a
+Reads bench/apply/splittable.tsv, the loops of the blind sets 22a to 22d, 23b, 23c, 24a to 24d and 25a to 37a with a
 reader's label (certain, no, hard), his reason and the form that they had in their first run, and
 bench/apply/verdicts.tsv for the form that they have now. Writes bench/results/apply-splittable.md.
 """
@@ -55,7 +55,8 @@ split runs whole: the runtime verifies every loss.
 In the first run (revision f8ce903 for sets 22a to 22d, fa42524 for 23b and 23c, 200ad2c for 24a to 24d,
 daa1f63 for 25a and 25b, 0dd39cc for 26a and 26b, 674aa65 for 27a and 27b, b766fe3 for 28a and 28b, 5d02435 for 29a
 and 29b, 3d5295c for 30a and 30b, d09359b for 31a to 31c, 68af84a for 32a and 32b, bd46e8c for 33a
-and 33b, 159a677 for 34a to 34c, d8dceb9 for 35a, cd32818 for 36a):
+and 33b, 159a677 for 34a to 34c, d8dceb9 for 35a, cd32818 for 36a, 14d933a for
+37a):
 
 {table(first)}
 
