@@ -15,7 +15,7 @@ from oomfix.rewrite.surroundings.local import findings_in, fix_locally, words_of
 from oomfix.rewrite.text.edits import apply_edits
 from oomfix.rewrite.text.layout import Layout
 from oomfix.rewrite.text.long_lines import long_line_edits
-from oomfix.rewrite.text.unused import unused_amp_imports
+from oomfix.rewrite.text.unused import unused_amp_imports, unused_flags
 from oomfix.rules.base import Finding, Rule
 from oomfix.script import Script
 from oomfix.source import Source
@@ -61,7 +61,8 @@ def apply_to(source: Source, rules: Sequence[Rule], options: Options) -> Applied
     if options.runtime:
         written, loops, ended = rewrite_loops(reading, options)
         current = written()
-        current = current.edited(unused_amp_imports(reading.script.imports, current.script.imports, current.layout))
+        for unused in (unused_amp_imports, unused_flags):
+            current = current.edited(unused(reading.script.imports, current.script.imports, current.layout))
     last = fix_locally(current.script, rules, options.wants_finding)
     found = last.found if current is reading else findings_in(reading.script, rules)
     wanted = [one for one in found if options.wants_finding(one)]

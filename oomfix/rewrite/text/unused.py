@@ -1,10 +1,11 @@
-"""What a rewrite leaves without use: imported names of mixed precision, local variables that hold a scaler."""
+"""What a rewrite leaves without use: imported names of mixed precision, local variables of scalers and settings."""
 
 from __future__ import annotations
 
 import ast
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from oomfix.rewrite.dataflow.liveness import FunctionNode, Scope, nodes_of_scope_body
@@ -76,6 +77,38 @@ def _gone_by_path(before: Imports, after: Imports) -> set[str]:
         return set()
     named = [{path_of(node) for node in of.nodes.of(ast.Attribute)} for of in (before, after)]
     return {path for path in _AMP_MODULES if path in named[0] - named[1]}
+
+
+def unused_flags(before: Imports, after: Imports, layout: Layout) -> list[Edit]:
+    """Take out local names of settings that were read before the rewrite and no longer are: `fp16 = args.fp16`.
+
+    One under a comment stays: that may speak of more.
+
+    Args:
+        before: the imports and nodes of the file as it was.
+        after: those of the rewritten one.
+        layout: its lines.
+    """
+    gone = _loaded(before) - _loaded(after)
+    if not gone or "locals" in _loaded(after):
+        return []
+    written = Counter(node.id for node in after.nodes.of(ast.Name) if not isinstance(node.ctx, ast.Load))
+    declared = {name for node in after.nodes.of(ast.Global) for name in node.names}
+    declared |= {name for node in after.nodes.of(ast.Nonlocal) for name in node.names}
+    gone = {name for name in gone - declared if written[name] == 1}
+    edits: list[Edit] = []
+    for block in (block for function in after.nodes.functions for block in _blocks_of(function) if len(block) > 1):
+        for statement in block:
+            match statement:
+                case ast.Assign([ast.Name(name)], ast.Attribute() as setting) if name in gone:
+                    lines = layout.own_lines(statement)
+                    if path_of(setting) is not None and lines is not None and not _is_under_comment(lines, layout):
+                        edits.append(Edit(*layout.whole(lines), ""))
+    return edits
+
+
+def _is_under_comment(lines: Lines, layout: Layout) -> bool:
+    return layout.source.lines[lines.first - 2].lstrip().startswith("#")
 
 
 def unused_scalers(after: ast.Module, manager: str, layout: Layout) -> list[Edit]:
