@@ -37,7 +37,7 @@ def by_divisors(few: FewRows, how: Runs, count: int) -> Verdict | None:
         return refused
     if not all(share.targets > NEXT_TO_NOTHING for share in evidence.shares):
         # the other part is the whole then, whatever it makes of its rows
-        return Verdict(None, NO_NUMBER, undecided=True)
+        return replace(verdict, rule=None, reason=NO_NUMBER, undecided=True)
     if verdict.bound is not None and any(map(compat.is_compiled, few.modules)):
         return refused  # what it calls cannot be noted then
     gradients = by_gradients(few, how, count, gaps)

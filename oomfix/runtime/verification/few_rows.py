@@ -58,6 +58,11 @@ class RowCounts:
         """Whether a part may be a single row."""
         return self.gradients != self.together
 
+    def of_all(self) -> "RowCounts":
+        """As many with a graph as without."""
+        most = [max(self.results)]
+        return replace(self, gradients=most, together=most)
+
     def in_larger_parts(self) -> "RowCounts":
         """As many where no part may be a single row."""
         return replace(self, gradients=self.together)

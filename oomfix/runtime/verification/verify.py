@@ -6,7 +6,7 @@ results of the parts must give the result of the whole, under one of the rules i
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -152,9 +152,13 @@ def _as_read(rows: FewRows, most_rows: int, trust: bool, earlier: Verdict | None
     depends = verdict.rule is None and verdict.reason in (DEPEND, SEVERAL_DEPEND, GRADIENTS_DEPEND, BENDS)
     if closer and depends and with_gradients:
         weighed = _by_divisors(rows, found.how, counts)
+        if weighed is not None and weighed.undecided:
+            weighed = _by_divisors_of_others(rows, found.how, counts) or weighed
         if weighed is not None and weighed.rule is not None:
             verdict = weighed
         elif weighed is not None and (verdict.reason == DEPEND or weighed.undecided):
+            # what its means seem to be over, an accumulation window goes by
+            verdict = replace(verdict, units=weighed.units, divisors=weighed.divisors, bound=weighed.bound)
             verdict = replace(verdict, reason=weighed.reason, undecided=weighed.undecided)
     if closer and depends and verdict.rule is None:
         return _by_own_means(verdict, rows, found, counts, with_gradients) or verdict
@@ -205,6 +209,23 @@ def _by_divisors(rows: FewRows, how: Runs, counts: RowCounts) -> Verdict | None:
     return by_telling_rows(rows, weighed, how, max(counts.results), Telling(by_rows=False))
 
 
+def _by_divisors_of_others(rows: FewRows, how: Runs, counts: RowCounts) -> Verdict | None:
+    """As `_by_divisors`, of rows that show more than the first did, if they allow a split."""
+    for others in _other_rows(rows, counts):
+        weighed = _by_divisors(others, how, counts.of_all())
+        if weighed is not None and weighed.rule is not None:
+            return weighed
+    return None
+
+
+def _other_rows(rows: FewRows, counts: RowCounts) -> Iterator[FewRows]:
+    """The same batch, seen by other rows, as many as memory may have room for."""
+    most, size = max(counts.results), rows.batch.size
+    step = max(size // most, 1)
+    for these in (*(range(start, size, step)[:most] for start in range(min(step, _LOOKS))), ()):
+        yield FewRows(rows.forward, rows.batch, rows.modules, these)
+
+
 def _by_own_means(
     verdict: Verdict, rows: FewRows, found: Found, counts: RowCounts, with_gradients: bool
 ) -> Verdict | None:
@@ -228,11 +249,8 @@ def _by_counted_means(rows: FewRows, how: Runs, counts: RowCounts) -> Verdict | 
     """
     if any(map(compat.is_compiled, rows.modules)):
         return None  # means in what is compiled are not seen
-    most, size = max(counts.results), rows.batch.size
-    step = max(size // most, 1)
     verdict = None
-    for these in (*(range(start, size, step)[:most] for start in range(min(step, _LOOKS))), ()):
-        others = FewRows(rows.forward, rows.batch, rows.modules, these)
+    for others in _other_rows(rows, counts):
         found = _with_counted_means(others, how, counts)
         if found is not None and found.rule is not None:
             return found

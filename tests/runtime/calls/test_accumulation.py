@@ -303,6 +303,23 @@ def test_an_empty_batch_does_not_decide_what_its_window_is_a_mean_of(model):
     assert close(model.weight.grad, expected)
 
 
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("first", [(0, 0, 0, 1), (0, 0, 1, 1, 0, 0, 0, 1)], ids=["one counts", "three of eight"])
+def test_a_first_batch_of_which_few_samples_count_leaves_a_window_to_what_masks_leave(model, first, split):
+    """A check finds nothing that counts in a part of its rows."""
+    data, memory = batches(len(first), 5, 6), runtime.preset("16gb", precision="fp32", micro_batches=split)
+    masks = [torch.tensor(first), torch.ones(5), torch.tensor([1, 0, 1, 1, 1, 0])]
+    data = [(x, y, mask.double()) for (x, y), mask in zip(data, masks, strict=True)]
+
+    def forward(x, y, mask):
+        return (F.cross_entropy(model(x), y, reduction="none") * mask).sum() / mask.sum()
+
+    for batch in memory.accumulate(data, 3):
+        memory.forward_backward(forward, *batch)
+    (expected,) = torch.autograd.grad(forward(*map(torch.cat, zip(*data, strict=True))), [model.weight])
+    assert close(model.weight.grad, expected)
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_a_preset_that_is_off_divides_by_the_batches_of_a_window(model, sgd, call):
     """As scripts do by hand; the last window has one batch."""
