@@ -6,9 +6,9 @@ loss that it returns has a graph of one node: a backward is linear in what comes
 them and passes them on.
 
 Half precision needs the loss scaled while they are computed, and who scales it is not seen before. They are computed
-with what came down to the loss of the call before, at the first call with what a GradScaler begins with. Where nothing
-changes that, the factor is 1, and the gradients of a whole batch are bitwise those of its own backward; at the first
-call they are if what comes down is a power of two, and else rounded once more.
+with what came down to the loss of the call before. Where nothing changes that, the factor is 1, and the gradients of a
+whole batch are bitwise those of its own backward. The first call takes what a GradScaler begins with, or where that
+makes them overflow, 1; its gradients are rounded once more if what comes down is no power of two.
 """
 
 import logging
@@ -64,12 +64,17 @@ class GradientsAhead:
         if reason is not None:
             self._say(f"{known.name}: batches run whole, because {reason}.")
             return forward(*batch.args, **batch.kwargs)
-        scale = self._scales.setdefault(known, _Scale())
+        is_first, scale = known not in self._scales, self._scales.setdefault(known, _Scale())
         iteration = Iteration(known, forward, batch, trains=True, keeps_apart=True)
-        computed_with = scale.value
         result = self.splitter.run(iteration, Window(), scale)
+        overflowed_at = None
+        if is_first and not _are_finite([gradient for _, gradient in iteration.apart]):
+            iteration.give_up()
+            scale.value, overflowed_at = 1.0, _FIRST_SCALE
+            iteration = Iteration(known, forward, batch, trains=True, keeps_apart=True)
+            result = self.splitter.run(iteration, Window(), scale)
         leaves = [leaf for leaf, _ in iteration.apart]
-        ahead = _Ahead([gradient for _, gradient in iteration.apart], scale, computed_with)
+        ahead = _Ahead([gradient for _, gradient in iteration.apart], scale, overflowed_at)
         iteration.apart = []
         loss = the_loss(result)
         with_graph = _PassOn.apply(loss, ahead, *leaves)  # type: ignore[no-untyped-call]
@@ -93,6 +98,8 @@ class _Scale:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss`, multiplied."""
+        if isinstance(self.value, torch.Tensor) and self.value.device != loss.device:
+            self.value = self.value.to(loss.device)  # the model has moved
         return loss * self.value
 
     def follow(self, coming: torch.Tensor) -> None:
@@ -110,14 +117,15 @@ class _Ahead:
 
     Args:
         gradients: of the leaves, multiplied by a scale.
-        scale: of the forward's next call.
-        computed_with: what they are multiplied by.
+        scale: what they are multiplied by, until it follows another call.
+        overflowed_at: what made them overflow; a scaler that comes with as much is to see that, and skips its step.
     """
 
-    def __init__(self, gradients: list[torch.Tensor], scale: _Scale, computed_with: float | torch.Tensor) -> None:
+    def __init__(self, gradients: list[torch.Tensor], scale: _Scale, overflowed_at: float | None) -> None:
         self._gradients: list[torch.Tensor] | None = gradients
         self._scale = scale
-        self._computed_with = computed_with
+        self._computed_with = scale.value
+        self._overflowed_at = overflowed_at
 
     def passed_on(self, coming: torch.Tensor) -> list[torch.Tensor]:
         """The gradients for what comes down to their loss: a tensor [] or [1]."""
@@ -129,6 +137,8 @@ class _Ahead:
         gradients, self._gradients = self._gradients, None
         coming = coming.reshape(())
         factor = coming / self._computed_with
+        if self._overflowed_at is not None:
+            factor = torch.where(coming.abs() < self._overflowed_at, factor, torch.inf)
         factors = {coming.device: factor}
         for gradient in gradients:
             if gradient.device not in factors:
@@ -136,6 +146,12 @@ class _Ahead:
             gradient.mul_(factors[gradient.device])
         self._scale.follow(coming)
         return gradients
+
+
+def _are_finite(gradients: list[torch.Tensor]) -> bool:
+    """Whether nothing has overflowed; waits for the device."""
+    strided = (one if one.layout == torch.strided else one.coalesce().values() for one in gradients)
+    return all(bool(one.isfinite().all()) for one in strided)
 
 
 class _PassOn(torch.autograd.Function):

@@ -403,3 +403,21 @@ def test_the_compute_loss_of_a_trainer_of_transformers_returns_it(tmp_path):
         return list(model.state_dict().values())
 
     assert_trains_the_same(run)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_that_overflow_at_first_are_computed_without_a_scale(micro_batches):
+    """As under `Fabric(precision="16-true")`, where nothing scales the loss, and nothing skips the step."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.0), nn.Linear(16, 4)).half()
+    reference = copy.deepcopy(model)
+    x, y = batch(1)
+    memory = runtime.preset("16gb", micro_batches=micro_batches)
+    for _ in range(2):
+        memory.loss(lambda x, y: F.cross_entropy(model(x).float(), y) * 3, x.half(), y).backward()
+        if micro_batches == 1:
+            (F.cross_entropy(reference(x.half()).float(), y) * 3).backward()
+            for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.equal(one.grad, other.grad)
+            assert all(map(torch.equal, model.buffers(), reference.buffers()))
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert model[1].num_batches_tracked == 2
