@@ -19,7 +19,6 @@ from oomfix.script.facts.trace import Backward, Step
 from oomfix.script.syntax.names import last_name, path_of
 from oomfix.script.syntax.nodes import walk
 
-_TAKE_A_LOSS = ("accelerate", "fabric")
 _SHARDING = {
     f"torch.distributed.fsdp.{module}FullyShardedDataParallel" for module in ("", "fully_sharded_data_parallel.")
 }
@@ -108,17 +107,20 @@ class Judge:
 
     def _handed_to(self, loop: TrainingLoop, backwards: list[Backward]) -> str | None:
         """What to say of who is given the loss of a loop and runs its backward, if `memory.loss` may compute it."""
-        out_of_sight = [event for event in backwards if not isinstance(event.node.func, ast.Attribute)]
-        if len(backwards) != 1 or not (loop.framework in _TAKE_A_LOSS or out_of_sight):
+        calls = (node for node in walk(loop.node) if isinstance(node, ast.Call))
+        if len(backwards) != 1 or any(last_name(other) == "grad" for other in calls):
+            return None
+        call = backwards[0].node
+        others = call.args[1:] if last_name(call) != "backward" else []
+        steps_too = any(looks_like_optimizer(path_of(other) or "") for other in others[:1])
+        if not steps_too and loop.framework != "accelerate":
             return None
         from oomfix.rewrite.facts.handed_losses import handed_loss  # few scripts have such a loop
 
         made = handed_loss(backwards[0], self._blocks)
         if made is None or self._layout.own_lines(made.made_by) is None:
             return None
-        if out_of_sight:
-            return f"`{ast.unparse(backwards[0].node.func)}` runs the backward and the step"
-        return _FRAMEWORKS[loop.framework or ""]
+        return f"`{ast.unparse(call.func)}` runs the backward and the step" if steps_too else _FRAMEWORKS["accelerate"]
 
     def _trains_through_manager(self, loop: TrainingLoop) -> bool:
         """Whether the loss that a framework is given comes from `memory.loss`."""

@@ -148,6 +148,24 @@ def autocast_never_begins() -> Iterator[list[torch.autocast]]:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
+@contextmanager
+def begun_autocasts() -> Iterator[set[torch.dtype]]:
+    """Context that yields what blocks of autocast have begun in it, or were on around it, as a set of their dtypes."""
+    enter = torch.autocast.__enter__
+    found = {dtype for device_type in ("cpu", "cuda") if (dtype := active_autocast_dtype(device_type)) is not None}
+
+    def enter_noted(self: torch.autocast) -> Any:
+        if self._enabled:
+            found.add(self.fast_dtype)
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    torch.autocast.__enter__ = enter_noted  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
 def is_inside_checkpoint() -> bool:
     """Whether what runs now may be run again in backward by torch.utils.checkpoint (without reentrance).
 

@@ -1,14 +1,14 @@
 """`memory.loss(forward, *batch)`: the gradients of a call, computed ahead of a backward that something else runs.
 
-Accelerate, Fabric and scalers such as timm's are given a loss whose graph exists, and no batch can be cut any more. So
+Accelerate and scalers such as timm's are given a loss whose graph exists, and no batch can be cut any more. So
 the call runs forward and backward at once, in as many pieces as memory asks for, and keeps the gradients apart. The
 loss that it returns has a graph of one node: a backward is linear in what comes down to it, so that node multiplies
 them and passes them on.
 
-Half precision needs the loss scaled while they are computed, and who scales it is not seen before. They are computed
-with what came down to the loss of the call before. Where nothing changes that, the factor is 1, and the gradients of a
-whole batch are bitwise those of its own backward. The first call takes what a GradScaler begins with, or where that
-makes them overflow, 1; its gradients are rounded once more if what comes down is no power of two.
+In fp16 the loss has to be scaled while they are computed, and who scales it is not seen before. They are computed with
+what came down to the loss of the call before. Where nothing changes that, the factor is 1, and the gradients of a whole
+batch are bitwise those of its own backward; where it changes, they are rounded once more, unless by a power of two. The
+first call takes 1, and under fp16 what a GradScaler begins with, unless that makes them overflow.
 """
 
 import logging
@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from oomfix.presets import Preset
-from oomfix.runtime import trees
+from oomfix.runtime import compat, trees
 from oomfix.runtime.batches.batch import Batch
 from oomfix.runtime.batches.outputs import the_loss
 from oomfix.runtime.calls.accumulation import Window
@@ -32,7 +31,8 @@ from oomfix.runtime.recovery.ladder import Ladder
 from oomfix.runtime.splitter import Splitter
 
 _log = logging.getLogger("oomfix")
-_FIRST_SCALE = 2.0**16  # that of torch.amp.GradScaler
+_FIRST_SCALE_OF_FP16 = 2.0**16  # that of torch.amp.GradScaler
+_SCALES = 2.0**-32, 2.0**32  # gradients computed with others may overflow or vanish
 
 
 class GradientsAhead:
@@ -64,21 +64,27 @@ class GradientsAhead:
         if reason is not None:
             self._say(f"{known.name}: batches run whole, because {reason}.")
             return forward(*batch.args, **batch.kwargs)
-        is_first, scale = known not in self._scales, self._scales.setdefault(known, _Scale())
-        iteration = Iteration(known, forward, batch, trains=True, keeps_apart=True)
-        result = self.splitter.run(iteration, Window(), scale)
+        scale = self._scales.setdefault(known, _Scale())
         overflowed_at = None
-        if is_first and not _are_finite([gradient for _, gradient in iteration.apart]):
-            iteration.give_up()
-            scale.value, overflowed_at = 1.0, _FIRST_SCALE
-            iteration = Iteration(known, forward, batch, trains=True, keeps_apart=True)
-            result = self.splitter.run(iteration, Window(), scale)
+        if scale.is_new:
+            with compat.begun_autocasts() as scale.autocasts:
+                result, iteration = self._run(known, forward, batch, scale)
+            overflows = scale.value == _FIRST_SCALE_OF_FP16 and not _are_finite(iteration.apart)
+            if overflows and not iteration.graph_is_spent:
+                iteration.give_up()
+                scale.value, overflowed_at = 1.0, _FIRST_SCALE_OF_FP16
+                result, iteration = self._run(known, forward, batch, scale)
+        else:
+            result, iteration = self._run(known, forward, batch, scale)
         leaves = [leaf for leaf, _ in iteration.apart]
         ahead = _Ahead([gradient for _, gradient in iteration.apart], scale, overflowed_at)
-        iteration.apart = []
         loss = the_loss(result)
         with_graph = _PassOn.apply(loss, ahead, *leaves)  # type: ignore[no-untyped-call]
         return trees.map_leaves(lambda leaf: with_graph if leaf is loss else leaf, result)
+
+    def _run(self, known: Known, forward: Callable[..., Any], batch: Batch, scale: "_Scale") -> tuple[Any, Iteration]:
+        iteration = Iteration(known, forward, batch, trains=True, keeps_apart=True)
+        return self.splitter.run(iteration, Window(), scale), iteration
 
     def _say(self, message: str) -> None:
         if message not in self._said:
@@ -91,13 +97,20 @@ class _Scale:
 
     Attributes:
         value: a number, or a tensor [] with one.
+        is_new: there was no loss yet.
+        autocasts: the dtypes of autocast in the first call.
     """
 
     def __init__(self) -> None:
-        self.value: float | torch.Tensor = _FIRST_SCALE
+        self.value: float | torch.Tensor = 1.0
+        self.is_new = True
+        self.autocasts: set[torch.dtype] = set()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss`, multiplied."""
+        if self.is_new and torch.float16 in self.autocasts:
+            self.value = _FIRST_SCALE_OF_FP16
+        self.is_new = False
         if isinstance(self.value, torch.Tensor) and self.value.device != loss.device:
             self.value = self.value.to(loss.device)  # the model has moved
         return loss * self.value
@@ -109,7 +122,9 @@ class _Scale:
             coming: a tensor [].
         """
         value = torch.as_tensor(self.value, dtype=coming.dtype, device=coming.device)
-        self.value = torch.where(coming.isfinite() & (coming != 0), coming, value)
+        least, most = _SCALES
+        size = coming.abs()
+        self.value = torch.where((size >= least) & (size <= most), coming, value)
 
 
 class _Ahead:
@@ -148,9 +163,9 @@ class _Ahead:
         return gradients
 
 
-def _are_finite(gradients: list[torch.Tensor]) -> bool:
-    """Whether nothing has overflowed; waits for the device."""
-    strided = (one if one.layout == torch.strided else one.coalesce().values() for one in gradients)
+def _are_finite(apart: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Whether no gradient, of leaves each with its own, has overflowed; waits for the device."""
+    strided = (one if one.layout == torch.strided else one.coalesce().values() for _, one in apart)
     return all(bool(one.isfinite().all()) for one in strided)
 
 
@@ -161,6 +176,7 @@ class _PassOn(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, coming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("memory.loss: its gradients have no graph (create_graph=True); call the forward itself")
         return None, None, *ctx.ahead.passed_on(coming)

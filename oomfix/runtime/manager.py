@@ -167,7 +167,7 @@ class MemoryManager:
         return self._splitter.run(Iteration(known, forward, cut, trains=True), self._window, self.scaler)
 
     def loss(self, forward: Callable[..., Any], /, *batch: Any, batch_size: int | None = None, **named: Any) -> Any:
-        """As `forward_backward`, where something else runs the backward: Accelerate, Fabric, a scaler of timm.
+        """As `forward_backward`, where something else runs the backward: Accelerate, a scaler of timm.
 
             loss = memory.loss(forward, x, y)
             accelerator.backward(loss)
@@ -177,7 +177,8 @@ class MemoryManager:
         scale, a division by the number of batches) and adds them to what `.grad` holds. The precision, the scaling and
         the accumulation stay those of whoever runs it. Arguments as for `forward_backward`.
 
-        Where several processes train together, or a parameter has a hook, the forward runs as it is written.
+        Where several processes train together, a parameter has a hook, or gradients are switched off, the forward runs
+        as it is written.
 
         Returns:
             What `forward` returned, as for the whole batch, detached but for the loss.
@@ -185,7 +186,8 @@ class MemoryManager:
         Raises:
             DoesNotFitError, TypeError, ValueError: as for `forward_backward`.
             RuntimeError: inside of `memory.accumulate`, whose window only `memory.forward_backward` knows of; or the
-                loss reaches a tensor with a hook that is no parameter of a module; or, in its backward, the second one.
+                loss reaches a tensor with a hook that is no parameter of a module; or, in its backward, the second one,
+                or one with `create_graph`.
         """
         check_forward(forward)
         cut = Batch(batch, named, batch_size)
@@ -194,7 +196,7 @@ class MemoryManager:
                 "memory.loss: its backward is not weighed in a window of memory.accumulate; divide the loss by the "
                 "number of batches, or call memory.forward_backward"
             )
-        if self.off:
+        if self.off or not torch.is_grad_enabled():
             return forward(*cut.args, **cut.kwargs)
         return self._ahead.result(forward, cut, self._prepared)
 

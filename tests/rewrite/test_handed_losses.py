@@ -52,6 +52,22 @@ LOOPS = {
                 optimizer.zero_grad()
         """,
     ),
+    "an attribute that scales": (
+        SCALER,
+        """\
+        class Trainer:
+            def __init__(self):
+                self.loss_scaler = loss_scaler
+
+            def train(self):
+                for x, y in loader:
+                    loss = F.cross_entropy(model(x), y)
+                    self.loss_scaler(loss, optimizer, parameters=model.parameters(), create_graph=False)
+                    optimizer.zero_grad()
+
+        Trainer().train()
+        """,
+    ),
     "a scaler": (
         SCALER,
         """\
@@ -104,23 +120,32 @@ def test_the_loss_is_made_where_it_was_and_all_behind_it_stays():
     )
 
 
-def test_fabric_is_known_too():
-    text = DATA + textwrap.dedent(
-        """\
-        from lightning.fabric import Fabric
+FACTORS = {
+    "out of the network": ("", "out.pow(2).mean()"),
+    "by its name": ("weight = 1 + out.pow(2).mean()", "weight"),
+    "made by a function": ("def extra():\n        return out.abs().mean()\n", "extra()"),
+    "left in the network": ("", "model.factor"),
+}
 
-        fabric = Fabric()
-        model, optimizer = fabric.setup(model, optimizer)
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            fabric.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        """
+
+@pytest.mark.parametrize("form", ["loss = loss * {}", "loss *= {}", "if step:\n        loss = loss * {}"])
+@pytest.mark.parametrize("name", FACTORS)
+def test_a_factor_that_may_carry_a_graph_is_part_of_the_loss(name, form):
+    made, factor = FACTORS[name]
+    text = ACCELERATE + (
+        "for step, (x, y) in enumerate(loader):\n"
+        "    out = model(x)\n"
+        "    loss = F.cross_entropy(out, y)\n"
+        f"    {made}\n"
+        f"    {form.format(factor)}\n"
+        "    accelerator.backward(loss)\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
     )
-    after = rewritten(text)
-    assert [outcome.rewrite for outcome in after.loops] == ["micro-batched"]
-    assert "    loss = memory.loss(forward, x, y)\n    fabric.backward(loss)\n" in after.text
+    after = rewritten(text).text
+    assert "memory.loss" not in after or after.index(factor) < after.index("memory.loss")
+    handed = text.replace("accelerator.backward(loss)", f"accelerator.backward(loss * {factor})")
+    assert f"accelerator.backward(loss * {factor})" not in rewritten(handed).text.partition("memory.loss")[2]
 
 
 @pytest.mark.parametrize(
@@ -131,6 +156,24 @@ def test_fabric_is_known_too():
         for x, y in loader:
             loss = F.cross_entropy(model(x), y)
             accelerator.backward(loss, retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        # gradients get a graph
+        """\
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss, create_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        # something else differentiates the loss, too
+        """\
+        for x, y in loader:
+            x.requires_grad_()
+            loss = F.cross_entropy(model(x), y)
+            found = torch.autograd.grad(loss, x, retain_graph=True)
+            accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
         """,
@@ -169,6 +212,32 @@ def test_others_are_left_alone(loop):
     reason = "Accelerate runs the backward and does its own accumulation and precision"
     assert [(outcome.rewrite, outcome.reason) for outcome in after.loops] == [("none", reason)]
     assert "memory" not in after.text
+
+
+def test_what_only_has_the_name_of_a_scaler_is_given_no_loss():
+    text = SCALER + (
+        "total = 0.0\n"
+        "for x, y in loader:\n"
+        "    out = model(x)\n"
+        "    scaled = target_scaler(out, y)\n"
+        "    total += (scaled - out).abs().mean().item()\n"
+    )
+    assert "memory" not in rewritten(text).text
+
+
+def test_fabric_insists_on_a_backward_of_its_own():
+    text = DATA + (
+        "from lightning.fabric import Fabric\n"
+        "fabric = Fabric()\n"
+        "model, optimizer = fabric.setup(model, optimizer)\n"
+        "for x, y in loader:\n"
+        "    loss = F.cross_entropy(model(x), y)\n"
+        "    fabric.backward(loss)\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+    )
+    (outcome,) = rewritten(text).loops
+    assert (outcome.rewrite, outcome.reason) == ("none", "Fabric runs the backward and does its own precision")
 
 
 def test_what_is_in_the_way_of_a_slice_is_told():

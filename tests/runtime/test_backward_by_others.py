@@ -317,27 +317,60 @@ def test_accelerate_runs_the_backward(micro_batches):
         )
 
 
-def test_fabric_runs_the_backward():
-    lightning = pytest.importorskip("lightning.fabric")
+class ClippedInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
 
-    def run(through):
-        fabric = lightning.Fabric(accelerator="cpu", devices=1)
-        model = network()
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-0.005, 0.005)
 
-        def forward(x, y):
-            return F.cross_entropy(model(x), y)
 
-        for step in range(4):
-            fabric.backward(through(forward, *batch(step)))
-            optimizer.step()
-            optimizer.zero_grad()
-        return list(model.state_dict().values())
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_backward_that_is_not_linear_meets_what_it_would(micro_batches):
+    model = network(torch.float64)
+    reference = copy.deepcopy(model)
 
-    expected = run(directly)
-    found = run(runtime.preset("16gb", micro_batches=4).loss)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    def loss_of(model, x, y):
+        return F.cross_entropy(ClippedInBackward.apply(model(x)), y, reduction="sum")
+
+    memory = runtime.preset("16gb", micro_batches=micro_batches)
+    for seed in range(3):
+        memory.loss(lambda x, y: loss_of(model, x, y), *batch(seed, torch.float64)).backward()
+        loss_of(reference, *batch(seed, torch.float64)).backward()
+    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-13)
+
+
+def test_gradients_with_a_graph_are_refused():
+    model = network()
+    loss = runtime.preset("16gb").loss(lambda x, y: F.cross_entropy(model(x), y), *batch(1))
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_forward_runs_as_it_is_written(context):
+    model = network()
+    with context():
+        loss = runtime.preset("16gb").loss(lambda x, y: F.cross_entropy(model(x), y), *batch(1))
+    assert loss == F.cross_entropy(model(batch(1)[0]), batch(1)[1])
+
+
+def test_a_factor_of_next_to_nothing_is_not_what_the_next_call_is_computed_with():
+    model = network()
+
+    def forward(x, y):
+        return F.cross_entropy(model(x), y)
+
+    memory = runtime.preset("16gb", micro_batches=3)
+    (memory.loss(forward, *batch(1)) * 1e-42).backward()
+    model.zero_grad()
+    memory.loss(forward, *batch(1)).backward()
+    found, model[0].weight.grad = model[0].weight.grad, None
+    forward(*batch(1)).backward()
+    torch.testing.assert_close(found, model[0].weight.grad)
 
 
 def assert_trains_the_same(run):
@@ -406,16 +439,21 @@ def test_the_compute_loss_of_a_trainer_of_transformers_returns_it(tmp_path):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_gradients_that_overflow_at_first_are_computed_without_a_scale(micro_batches):
-    """As under `Fabric(precision="16-true")`, where nothing scales the loss, and nothing skips the step."""
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_that_overflow_at_first_are_computed_without_a_scale(micro_batches, autocast):
+    """As where nothing scales the loss, and nothing skips the step."""
     model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Dropout(0.0), nn.Linear(16, 4)).half()
     reference = copy.deepcopy(model)
     x, y = batch(1)
     memory = runtime.preset("16gb", micro_batches=micro_batches)
     for _ in range(2):
-        memory.loss(lambda x, y: F.cross_entropy(model(x).float(), y) * 3, x.half(), y).backward()
+        with torch.autocast("cpu", torch.float16, enabled=autocast):
+            loss = memory.loss(lambda x, y: F.cross_entropy(model(x).float(), y) * 3, x.half(), y)
+        loss.backward()
         if micro_batches == 1:
-            (F.cross_entropy(reference(x.half()).float(), y) * 3).backward()
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                expected = F.cross_entropy(reference(x.half()).float(), y) * 3
+            expected.backward()
             for one, other in zip(model.parameters(), reference.parameters(), strict=True):
                 assert torch.equal(one.grad, other.grad)
             assert all(map(torch.equal, model.buffers(), reference.buffers()))
