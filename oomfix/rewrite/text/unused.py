@@ -13,7 +13,7 @@ from oomfix.rewrite.text.layout import Layout, Lines
 from oomfix.rewrite.text.removal import without
 from oomfix.script.syntax.edits import Edit, bounds
 from oomfix.script.syntax.imports import Imports
-from oomfix.script.syntax.names import path_of
+from oomfix.script.syntax.names import path_of, root_of
 from oomfix.script.syntax.nodes import blocks, walk
 from oomfix.script.syntax.patterns import Pattern
 
@@ -82,7 +82,7 @@ def _gone_by_path(before: Imports, after: Imports) -> set[str]:
 def unused_flags(before: Imports, after: Imports, layout: Layout) -> list[Edit]:
     """Take out local names of settings that were read before the rewrite and no longer are: `fp16 = args.fp16`.
 
-    One under a comment stays: that may speak of more.
+    One under a comment stays: that may speak of more. So does one of the manager's scaler, see `unused_scalers`.
 
     Args:
         before: the imports and nodes of the file as it was.
@@ -102,7 +102,8 @@ def unused_flags(before: Imports, after: Imports, layout: Layout) -> list[Edit]:
             match statement:
                 case ast.Assign([ast.Name(name)], ast.Attribute() as setting) if name in gone:
                     lines = layout.own_lines(statement)
-                    if path_of(setting) is not None and lines is not None and not _is_under_comment(lines, layout):
+                    was_read = root_of(path_of(setting) or "") in _loaded(before)
+                    if was_read and lines is not None and not _is_under_comment(lines, layout):
                         edits.append(Edit(*layout.whole(lines), ""))
     return edits
 

@@ -116,7 +116,7 @@ class Runs:
     def result(self, monkeypatch, mend: bool = False) -> trial.Trial:
         monkeypatch.setattr(trial, "_Runner", lambda command: self)
         written = {True: {"train.py": b"off"}, False: {"train.py": b"without"}}
-        return try_out("train", Versions("16gb", mend, written.__getitem__, self.in_fp32))
+        return try_out("train", Versions("16gb", mend, written.__getitem__, self.in_fp32), lambda said: None)
 
 
 @pytest.mark.parametrize(
