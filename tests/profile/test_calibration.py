@@ -72,6 +72,7 @@ def test_without_a_gpu_it_says_so():
     assert done.returncode == 2 and "no CUDA device here; --predict" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_leaves_the_others_their_table(calibration, capfd, monkeypatch):
     """As on a card that is too small for it; here there is none at all."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

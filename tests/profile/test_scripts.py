@@ -162,7 +162,9 @@ def test_scripts_of_the_public_kind_run_unmodified(runs, name):
     assert not any((ROOT / junk).exists() for junk in ("ckpt.pt", "digits.pt"))
 
 
-@pytest.mark.parametrize(("name", "model"), [("hf_trainer", "Bert"), ("lightning_module", "Sequential")])
+@pytest.mark.parametrize(
+    ("name", "model"), [("hf_trainer", "Bert"), pytest.param("lightning_module", "Sequential", marks=pytest.mark.slow)]
+)
 def test_scripts_on_a_framework_run_unmodified(runs, name, model):
     """Nothing of a framework's own is profiled: modules of the user's model, Adam's two moments, bf16 activations."""
     if name not in RUNS:
@@ -232,6 +234,7 @@ def test_fine_grained_needs_what_its_table_says_for_batch_16(runs):
     assert not found["fits"]["40gb"]["fits"]
 
 
+@pytest.mark.slow
 def test_clip_fills_a_card_of_eight_gigabytes(runs):
     """It died on a card that was full at about 7.5 GB."""
     found = runs("clip").found

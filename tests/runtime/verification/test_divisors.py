@@ -203,7 +203,7 @@ def test_means_whose_divisor_is_kept_away_from_0_train_in_parts_as_whole(name, m
     assert calls == CALLS or "more" in name
 
 
-@pytest.mark.parametrize("masks", ["ragged", "empty", "later", "nothing"])
+@pytest.mark.parametrize("masks", ["empty", "later", "nothing", *MORE_MASKS])
 @pytest.mark.parametrize(
     "bounded",
     [
@@ -264,7 +264,7 @@ def test_they_are_split_from_the_first_call_on_where_masks_are_full_too():
     assert calls == CALLS
 
 
-@pytest.mark.parametrize("masks", ["ragged", "full", "later"])
+@pytest.mark.parametrize("masks", ["full", "later", *MORE_MASKS])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_divisions_run_whole_or_are_counted_first(name, masks):
     # where the fourth call is the first that sees other than full masks, the eighth finds that they can be counted
@@ -398,7 +398,7 @@ def test_a_bound_that_changes_is_followed():
     assert known.split_calls >= 6
 
 
-@pytest.mark.parametrize("masks", ["ragged", "empty", "later", "nothing"])
+@pytest.mark.parametrize("masks", ["empty", "later", "nothing", *MORE_MASKS])
 def test_results_beside_a_bounded_mean_are_those_of_the_batch(masks):
     """What is not bounded is no number for a part of which nothing is left, and is one for the batch."""
     model = network()
