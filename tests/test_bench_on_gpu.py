@@ -39,6 +39,7 @@ def cells(rows):
     return {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in rows if line[:3] != "|--"}
 
 
+@pytest.mark.slow
 def test_every_technique_gets_a_row(card, monkeypatch):
     monkeypatch.setattr(techniques, "FULL", {"tiny": TINY})
     found = cells(techniques.rows_on_gpu("tiny", 1))
@@ -84,6 +85,7 @@ def test_every_contender_of_the_comparison_gets_a_row(card, monkeypatch):
         assert float(peak) >= 0 and float(step) > 0 and float(ratio) > 0
 
 
+@pytest.mark.slow
 def test_the_bench_of_the_runtime_gets_its_rows(card, monkeypatch):
     for name in ("STEPS", "PAIRS"):
         monkeypatch.setattr(runtime_bench, name, 1)

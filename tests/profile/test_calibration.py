@@ -65,6 +65,7 @@ def test_a_case_is_predicted_in_its_precisions(calibration):
     assert len(calibration.CASES) == 10 and all(len(case.precisions) == 2 for case in calibration.CASES)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so():
     command = [sys.executable, str(ROOT / "bench" / "profile_calibration.py")]
     environment = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "PATH": "", "HOME": "/"}

@@ -34,7 +34,11 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=NAMES)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow) if path.stem == "char_lstm" else path for path in SCRIPTS],
+    ids=NAMES,
+)
 def test_real_training_is_the_same_to_the_bit_when_off_and_to_rounding_when_split(path):
     text = path.read_text()
     before = original_run(text)

@@ -1,5 +1,6 @@
 """Loops of several networks, put together at random, train the same after `apply`: adversaries, actors and critics."""
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -145,6 +146,7 @@ def test_generated_adversaries_train_the_same(text):
     assert_trains_the_same(text)
 
 
+@pytest.mark.slow
 @quickly
 @given(actors_and_critics())
 def test_generated_actors_and_critics_train_the_same(text):

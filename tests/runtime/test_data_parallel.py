@@ -196,7 +196,9 @@ def of_shards():
     return torchrun.forked("tests/runtime/launched.py", "examples/distributed.py", "--shard")
 
 
-@pytest.mark.parametrize("run", [under_torchrun, pytest.param(of_shards, marks=needs_fully_shard)])
+@pytest.mark.parametrize(
+    "run", [pytest.param(under_torchrun, marks=pytest.mark.slow), pytest.param(of_shards, marks=needs_fully_shard)]
+)
 def test_the_example_trains_two_processes_alike(run):
     status, printed, said = run()
     assert status == 0, said[-4000:]

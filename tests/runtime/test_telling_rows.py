@@ -572,7 +572,7 @@ def all_pairs(distances, same):
     return torch.max(0.3 - distances, torch.zeros(())) * ~same
 
 
-@pytest.mark.parametrize("size", [8, 12, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [8, *(pytest.param(size, marks=pytest.mark.slow) for size in (12, 16))])
 @pytest.mark.parametrize("term", [hardest, hardest_by_indices, hardest_in_a_loop, all_pairs])
 def test_pairs_that_are_all_far_apart_in_a_few_rows_are_seen_beside_another_term(term, size):
     """In the rest of the batch they may not be, and the other term makes a loss that is not 0."""
