@@ -127,43 +127,51 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def autocast_never_begins() -> Iterator[list[torch.autocast]]:
-    """Context in which blocks of autocast do nothing; yields those that would have."""
-    enter, held_off = torch.autocast.__enter__, []
+def _entering_autocast(instead: Callable[[Callable[..., Any], torch.autocast], Any]) -> Iterator[None]:
+    """Context in which blocks of autocast begin by `instead`, which is given how they begin, and the block."""
+    enter = torch.autocast.__enter__
 
-    def enter_disabled(self: torch.autocast) -> Any:
-        enabled = self._enabled
-        if enabled:
-            held_off.append(self)
-        self._enabled = False
-        try:
-            return enter(self)  # type: ignore[no-untyped-call]
-        finally:
-            self._enabled = enabled
+    def enter_otherwise(self: torch.autocast) -> Any:
+        return instead(enter, self)
 
-    torch.autocast.__enter__ = enter_disabled  # type: ignore[method-assign]
+    torch.autocast.__enter__ = enter_otherwise  # type: ignore[method-assign]
     try:
-        yield held_off
+        yield
     finally:
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 @contextmanager
+def autocast_never_begins() -> Iterator[list[torch.autocast]]:
+    """Context in which blocks of autocast do nothing; yields those that would have."""
+    held_off: list[torch.autocast] = []
+
+    def disabled(enter: Callable[..., Any], block: torch.autocast) -> Any:
+        enabled = block._enabled
+        if enabled:
+            held_off.append(block)
+        block._enabled = False
+        try:
+            return enter(block)
+        finally:
+            block._enabled = enabled
+
+    with _entering_autocast(disabled):
+        yield held_off
+
+
+@contextmanager
 def begun_autocasts() -> Iterator[set[torch.dtype]]:
     """Context that yields what blocks of autocast have begun in it, or were on around it, as a set of their dtypes."""
-    enter = torch.autocast.__enter__
     found = {dtype for device_type in ("cpu", "cuda") if (dtype := active_autocast_dtype(device_type)) is not None}
 
-    def enter_noted(self: torch.autocast) -> Any:
-        if self._enabled:
-            found.add(self.fast_dtype)
-        return enter(self)  # type: ignore[no-untyped-call]
+    def noted(enter: Callable[..., Any], block: torch.autocast) -> Any:
+        if block._enabled:
+            found.add(block.fast_dtype)
+        return enter(block)
 
-    torch.autocast.__enter__ = enter_noted  # type: ignore[method-assign]
-    try:
+    with _entering_autocast(noted):
         yield found
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def is_inside_checkpoint() -> bool:
